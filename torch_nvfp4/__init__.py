@@ -1,0 +1,32 @@
+"""NVFP4 Mixture-of-Experts LoRA as torch.library ops that torch.compile(fullgraph=True) can fuse.
+
+Importing this package registers `torch.ops.nvfp4.*`. It imports neither triton, Inductor nor transformers.
+"""
+
+from importlib.util import find_spec as _find_spec
+
+if _find_spec("torch_nvfp4.lowering") is None:
+    raise ImportError(
+        "torch_nvfp4 is not installed (this is its source folder); run `pip install -e .` or `make test` there first"
+    )
+
+from .format import MXFP4, NVFP4, Format
+from .lora import LoRASummary, add_lora, disable_adapters, load_adapter, save_adapter
+from .nn import NVFP4Experts, NVFP4Linear
+from .ops import SAVE_OPS
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MXFP4",
+    "NVFP4",
+    "SAVE_OPS",
+    "Format",
+    "LoRASummary",
+    "NVFP4Experts",
+    "NVFP4Linear",
+    "add_lora",
+    "disable_adapters",
+    "load_adapter",
+    "save_adapter",
+]

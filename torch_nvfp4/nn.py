@@ -1,0 +1,329 @@
+"""Modules that hold packed weights: `NVFP4Experts`, a Mixture-of-Experts layer's experts, and `NVFP4Linear`.
+
+Packed tensors are parameters that never require a gradient. They are kept as integers (codes and scales uint8, the
+fp32 global scales as the int32 of the same bits) and viewed as what they are at the op call, so that `.half()`,
+`.to(dtype)`, a broadcast or a sharded all-gather leaves them bit-identical.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .format import dequantize, get_format, quantize
+from .ops.validation import ACTIVATIONS, is_gated
+
+ProjectionName = Literal["gate_up", "down"]
+PROJECTIONS: tuple[ProjectionName, ...] = ("gate_up", "down")
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def _quantize_experts(weight_ENC: Tensor, halves: int, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise each expert, and each half of its rows, with a global scale of its own.
+
+    One half of one expert at a time, so that only a small part is ever held in fp32.
+    """
+    e, n, c = weight_ENC.shape
+    codes = torch.empty(e, n, c // 2, dtype=torch.uint8, device=weight_ENC.device)
+    scales = torch.empty(
+        e,
+        n,
+        c // get_format(format).block_size,
+        dtype=get_format(format).scale_dtype,
+        device=weight_ENC.device,
+    )
+    global_scale = torch.empty(e, halves, dtype=torch.float32, device=weight_ENC.device)
+    rows = n // halves
+    for expert in range(e):
+        for half in range(halves):
+            part = slice(half * rows, (half + 1) * rows)
+            part_codes, part_scales, part_global = quantize(weight_ENC[expert, part], format=format)
+            codes[expert, part] = part_codes
+            scales[expert, part].view(torch.uint8).copy_(part_scales.view(torch.uint8))
+            global_scale[expert, half] = part_global[0]
+    return codes, scales, global_scale
+
+
+def _lora_factors(
+    experts: int, r: int, n: int, c: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """PEFT's start: A kaiming-uniform for each expert, B zero, so that the adapter begins as a no-op."""
+    bound = 1 / math.sqrt(c)  # kaiming_uniform_(a=sqrt(5)) of an [R, C] matrix
+    a = torch.empty(experts, r, c, dtype=dtype, device=device).uniform_(-bound, bound)
+    return a, torch.zeros(experts, n, r, dtype=dtype, device=device)
+
+
+class NVFP4Experts(nn.Module):
+    """The experts of a Mixture-of-Experts layer, packed to 4 bits and frozen, with optional LoRA adapters that train.
+
+    Args:
+        num_experts: E.
+        hidden_size: H, a multiple of the format's block size.
+        intermediate_size: I, likewise.
+        activation: `silu`, `gelu_tanh`, `gelu`, `swiglu_oai` (gated), or `relu2` (not gated).
+        limit: clamp of the pre-activation, for `silu` and `swiglu_oai`.
+        bias: whether both projections have a bias (frozen; `gate_up_bias [E, N]`, `down_bias [E, H]`).
+        format: `nvfp4` or `mxfp4`.
+
+    Parameters of a projection P (`gate_up`: N = 2I (I if not gated), C = H; `down`: N = H, C = I):
+        `P_codes` uint8 `[E, N, C/2]`, `P_scales` uint8 `[E, N, C/B]`, `P_global_scale` int32 `[E, S]`; and after
+        `add_lora`: `P_lora_a [E, R, C]`, `P_lora_b [E, N, R]`, with the float `P_scaling`.
+
+    A new module holds zeros; `from_dense` or `load_state_dict` fills it.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        limit: float | None = None,
+        bias: bool = False,
+        format: str = "nvfp4",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got '{activation}'")
+        block = get_format(format).block_size
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            if size < 1 or size % block:
+                raise ValueError(f"{name} must be a positive multiple of B = {block} ({format}), got {size}")
+        if num_experts < 1:
+            raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+        self.num_experts, self.hidden_size, self.intermediate_size = (
+            num_experts,
+            hidden_size,
+            intermediate_size,
+        )
+        self.activation, self.limit, self.format = activation, limit, format
+        self.gated = is_gated(activation)
+        for projection in PROJECTIONS:
+            n, c = self._sizes(projection)
+            halves = 2 if projection == "gate_up" and self.gated else 1
+            shape = (num_experts, n)
+            codes = torch.zeros(*shape, c // 2, dtype=torch.uint8, device=device)
+            scales = torch.zeros(*shape, c // block, dtype=torch.uint8, device=device)
+            ones = torch.ones(num_experts, halves, device=device)
+            self._set_packed(projection, codes, scales.view(get_format(format).scale_dtype), ones)
+            self.register_parameter(f"{projection}_bias", _frozen(torch.zeros(shape, device=device)) if bias else None)
+            self.register_parameter(f"{projection}_lora_a", None)
+            self.register_parameter(f"{projection}_lora_b", None)
+        self.gate_up_scaling = self.down_scaling = 1.0
+
+    @classmethod
+    def from_dense(
+        cls,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: str = "silu",
+        limit: float | None = None,
+        format: str = "nvfp4",
+    ) -> "NVFP4Experts":
+        """Quantise dense experts.
+
+        Args:
+            gate_up: `[E, 2I, H]` with rows `[gate; up]` (`[E, I, H]` if the activation is not gated), any float dtype.
+            down: `[E, H, I]`.
+            gate_up_bias, down_bias: `[E, N]` each; both or neither.
+
+        Gate and up keep a global scale each. Raises ValueError for shapes that do not fit, a non-finite weight, or a
+        width that is no multiple of the block size.
+        """
+        gated = activation in ACTIVATIONS and is_gated(activation)
+        if gate_up.dim() != 3 or down.dim() != 3 or (gate_up.shape[0], gate_up.shape[2]) != down.shape[:2]:
+            raise ValueError(
+                f"gate_up must be [E, N, H] and down [E, H, I], got {list(gate_up.shape)} and {list(down.shape)}"
+            )
+        e, h, i = down.shape
+        if gate_up.shape[1] != (2 * i if gated else i):
+            raise ValueError(
+                f"gate_up must have N = {'2I' if gated else 'I'} = {2 * i if gated else i} rows for '{activation}', "
+                f"got {gate_up.shape[1]}"
+            )
+        if (gate_up_bias is None) != (down_bias is None):
+            raise ValueError("gate_up_bias and down_bias must be given together")
+        experts = cls(
+            e,
+            h,
+            i,
+            activation=activation,
+            limit=limit,
+            bias=gate_up_bias is not None,
+            format=format,
+            device="meta",
+        )
+        experts._set_packed("gate_up", *_quantize_experts(gate_up, 2 if gated else 1, format))
+        experts._set_packed("down", *_quantize_experts(down, 1, format))
+        if gate_up_bias is not None and down_bias is not None:
+            experts.gate_up_bias = _frozen(gate_up_bias.detach().clone())
+            experts.down_bias = _frozen(down_bias.detach().clone())
+        return experts
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """`moe_lora` of x `[T, H]`, topk_ids `[T, K]` and topk_weights `[T, K]` -> `[T, H]` in x's dtype."""
+        return torch.ops.nvfp4.moe_lora(
+            x, topk_ids, topk_weights, *self.packed("gate_up"), *self.packed("down"),
+            self.gate_up_lora_a, self.gate_up_lora_b, self.down_lora_a, self.down_lora_b,
+            self.gate_up_bias, self.down_bias,
+            gate_up_scaling=self.gate_up_scaling, down_scaling=self.down_scaling,
+            activation=self.activation, limit=self.limit,
+        )  # fmt: skip
+
+    def add_lora(
+        self,
+        r: int,
+        *,
+        scaling: float,
+        projections: tuple[ProjectionName, ...] = PROJECTIONS,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Give every expert LoRA factors of rank r: A kaiming-uniform, B zero; the delta is scaling · b @ a."""
+        if r < 1:
+            raise ValueError(f"r must be at least 1, got {r}")
+        for projection in projections:
+            if getattr(self, f"{projection}_lora_a") is not None:
+                raise ValueError(f"{projection} already has LoRA factors")
+            n, c = self._sizes(projection)
+            device = getattr(self, f"{projection}_codes").device
+            a, b = _lora_factors(self.num_experts, r, n, c, dtype, device)
+            self.register_parameter(f"{projection}_lora_a", nn.Parameter(a))
+            self.register_parameter(f"{projection}_lora_b", nn.Parameter(b))
+            setattr(self, f"{projection}_scaling", float(scaling))
+
+    def packed(self, projection: ProjectionName) -> tuple[Tensor, Tensor, Tensor]:
+        """(codes uint8, scales float8, global_scale float32) of a projection: views, as the ops take them."""
+        codes, scales, global_scale = (getattr(self, f"{projection}_{p}") for p in ("codes", "scales", "global_scale"))
+        return codes, scales.view(get_format(self.format).scale_dtype), global_scale.view(torch.float32)
+
+    def dequantize(self, projection: ProjectionName, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The frozen weight of all experts as a dense `[E, N, C]`; for export and inspection, never used to train."""
+        return dequantize(*self.packed(projection), dtype)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of all codes, scales and global scales."""
+        parts = (getattr(self, f"{p}_{t}") for p in PROJECTIONS for t in ("codes", "scales", "global_scale"))
+        return sum(t.nbytes for t in parts)
+
+    def _sizes(self, projection: ProjectionName) -> tuple[int, int]:
+        """(N, C) of a projection."""
+        if projection == "down":
+            return self.hidden_size, self.intermediate_size
+        return (2 if self.gated else 1) * self.intermediate_size, self.hidden_size
+
+    def _set_packed(self, projection: ProjectionName, codes: Tensor, scales: Tensor, global_scale: Tensor) -> None:
+        setattr(self, f"{projection}_codes", _frozen(codes))
+        setattr(self, f"{projection}_scales", _frozen(scales.view(torch.uint8)))
+        setattr(self, f"{projection}_global_scale", _frozen(global_scale.view(torch.int32)))
+
+    def extra_repr(self) -> str:
+        parts = [f"E={self.num_experts}, H={self.hidden_size}, I={self.intermediate_size}"]
+        parts.append(self.activation if self.limit is None else f"{self.activation}, limit={self.limit}")
+        parts.append(self.format)
+        if self.gate_up_bias is not None:
+            parts.append("bias")
+        for projection in PROJECTIONS:
+            a = getattr(self, f"{projection}_lora_a")
+            if a is not None:
+                parts.append(f"{projection}_lora r={a.shape[1]}")
+        return ", ".join(parts)
+
+
+class NVFP4Linear(nn.Module):
+    """A linear layer packed to 4 bits and frozen, with an optional LoRA adapter: the experts' ops with E = 1.
+
+    `weight_codes` uint8 `[N, C/2]`, `weight_scales` uint8 `[N, C/B]`, `weight_global_scale` int32 `[1]` (bits of fp32),
+    `bias [N]` (frozen) or None; after `add_lora`: `lora_a [R, C]`, `lora_b [N, R]`, float `scaling`.
+    """
+
+    bias: nn.Parameter | None
+    lora_a: nn.Parameter | None
+    lora_b: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        format: str = "nvfp4",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        fmt = get_format(format)
+        if in_features < 1 or in_features % fmt.block_size:
+            raise ValueError(f"in_features must be a positive multiple of B = {fmt.block_size}, got {in_features}")
+        self.in_features, self.out_features, self.format, self.scaling = (
+            in_features,
+            out_features,
+            format,
+            1.0,
+        )
+        scales = torch.zeros(out_features, in_features // fmt.block_size, dtype=torch.uint8, device=device)
+        codes = torch.zeros(out_features, in_features // 2, dtype=torch.uint8, device=device)
+        self._set_packed(codes, scales, torch.ones(1, device=device))
+        self.register_parameter("bias", _frozen(torch.zeros(out_features, device=device)) if bias else None)
+        self.register_parameter("lora_a", None)
+        self.register_parameter("lora_b", None)
+
+    @classmethod
+    def from_dense(cls, linear: nn.Linear, format: str = "nvfp4") -> "NVFP4Linear":
+        """Quantise an `nn.Linear`; ValueError where its width is no multiple of the block size or it is not finite."""
+        packed = cls(linear.in_features, linear.out_features, format=format, device="meta")
+        packed._set_packed(*quantize(linear.weight.detach(), format=format))
+        if linear.bias is not None:
+            packed.bias = _frozen(linear.bias.detach().clone())
+        return packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., C]` -> `[..., N]` in x's dtype."""
+        rows = x.reshape(-1, self.in_features)
+        offsets = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
+        one_expert = (
+            None if t is None else t.unsqueeze(0) for t in (*self.packed(), self.lora_a, self.lora_b, self.bias)
+        )
+        y, _ = torch.ops.nvfp4.grouped_lora_linear(rows, None, offsets, *one_expert, scaling=self.scaling)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def add_lora(self, r: int, *, scaling: float, dtype: torch.dtype = torch.float32) -> None:
+        """Give the layer LoRA factors of rank r: A kaiming-uniform, B zero; the delta is scaling · b @ a."""
+        if r < 1:
+            raise ValueError(f"r must be at least 1, got {r}")
+        if self.lora_a is not None:
+            raise ValueError("the layer already has LoRA factors")
+        a, b = _lora_factors(1, r, self.out_features, self.in_features, dtype, self.weight_codes.device)
+        self.lora_a, self.lora_b = nn.Parameter(a[0]), nn.Parameter(b[0])
+        self.scaling = float(scaling)
+
+    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(codes uint8 `[N, C/2]`, scales float8 `[N, C/B]`, global_scale float32 `[1]`); views, no copies."""
+        scales = self.weight_scales.view(get_format(self.format).scale_dtype)
+        return self.weight_codes, scales, self.weight_global_scale.view(torch.float32)
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The frozen weight as a dense `[N, C]`."""
+        return dequantize(*self.packed(), dtype)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of codes, scales and global scale."""
+        return sum(t.nbytes for t in self.packed())
+
+    def _set_packed(self, codes: Tensor, scales: Tensor, global_scale: Tensor) -> None:
+        self.weight_codes = _frozen(codes)
+        self.weight_scales = _frozen(scales.view(torch.uint8))
+        self.weight_global_scale = _frozen(global_scale.view(torch.int32))
+
+    def extra_repr(self) -> str:
+        lora = "" if self.lora_a is None else f", lora r={self.lora_a.shape[0]}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.format}{lora}"

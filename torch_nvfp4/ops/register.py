@@ -1,0 +1,100 @@
+"""Wires every op of `schemas.py` to its kernels: one table, one loop, every kernel behind the same checker."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import format as formats
+from . import autocast, autograd, cpu, fake, layer, routing, validation
+from .schemas import LIBRARY, NAMESPACE, SCHEMAS
+
+_GROUPED = (
+    "grouped_lora_linear",
+    "grouped_lora_dgrad",
+    "grouped_lora_wgrad",
+    "glu_grouped_lora_linear",
+    "glu_backward",
+)
+
+
+def _checked(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    overload = getattr(getattr(torch.ops, NAMESPACE), op).default
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        validation.check(op, dict(zip(names, args, strict=False)) | kwargs)
+        return kernel(*args, **kwargs)
+
+    return run
+
+
+def _fake(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    checked = _checked(op, kernel)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Only a graph that is being compiled needs the lowerings, and they need Inductor, which is slow to import.
+        if torch._guards.TracingContext.try_get() is not None:
+            importlib.import_module("torch_nvfp4.lowering").ensure_registered()
+        return checked(*args, **kwargs)
+
+    return run
+
+
+def _not_on_cuda(op: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"nvfp4::{op} has no CUDA kernel in this version; it runs on the CPU")
+
+    return refuse
+
+
+def _quantizer(run: Callable[..., Any], check_finite: bool) -> Callable[..., Any]:
+    """`format.quantize` or `format.fake_quantize` as a kernel; looking for non-finite values would stall a GPU."""
+
+    def kernel(x: torch.Tensor, global_scale: torch.Tensor | None = None, *, format: str = "nvfp4") -> Any:
+        return run(x, global_scale, format, check_finite=check_finite)
+
+    return kernel
+
+
+def _dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    return formats.dequantize(codes, scales, global_scale, dtype)
+
+
+def _implement(op: str, kernel: Callable[..., Any], *keys: str) -> None:
+    for key in keys:
+        LIBRARY.impl(op, _checked(op, kernel), key)
+
+
+def register() -> None:
+    """Register all kernels; called once, when `torch_nvfp4.ops` is imported."""
+    for op in SCHEMAS:
+        if op != "moe_lora":  # a macro has no fake kernel: it is traced through
+            torch.library.register_fake(f"{NAMESPACE}::{op}", _fake(op, getattr(fake, op)), lib=LIBRARY)
+
+    for key, check_finite in (("CPU", True), ("CUDA", False)):
+        _implement("quantize", _quantizer(formats.quantize, check_finite), key)
+        _implement("fake_quantize", _quantizer(formats.fake_quantize, check_finite), key)
+    _implement("dequantize", _dequantize, "CPU", "CUDA")
+    _implement("moe_route", routing.moe_route, "CPU", "CUDA")
+    for op in _GROUPED:
+        _implement(op, getattr(cpu, op), "CPU")
+        LIBRARY.impl(op, _not_on_cuda(op), "CUDA")
+    _implement("moe_lora", layer.moe_lora, "CompositeImplicitAutograd")
+
+    for op in ("grouped_lora_linear", "glu_grouped_lora_linear", "fake_quantize"):
+        LIBRARY.impl(op, getattr(autograd, op), "Autograd")
+    for op in ("dequantize", "grouped_lora_dgrad", "grouped_lora_wgrad", "glu_backward"):
+        LIBRARY.impl(op, autograd.without_derivative(op), "Autograd")
+    for op in ("quantize", "moe_route"):
+        LIBRARY.impl(op, autograd.detached(op), "Autograd")
+    for op in autocast.AUTOCAST_OPS:
+        LIBRARY.impl(op, autocast.kernel(op, "cpu"), "AutocastCPU")
+        LIBRARY.impl(op, autocast.kernel(op, "cuda"), "AutocastCUDA")

@@ -1,0 +1,48 @@
+"""Routing and combine as plain torch that never asks for a count: sizes depend on T and K only, on every device."""
+
+import torch
+from torch import Tensor
+
+
+def moe_route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Order the M = T*K slots by expert, stably.
+
+    Args:
+        topk_ids: `[T, K]`, any integer dtype; an id outside `[0, num_experts)` is a slot that is not routed.
+        num_experts: E, at least 1.
+
+    Returns, all int32:
+        rows `[M]`: a permutation of the slots, routed ones first (by expert, then by slot), the others last.
+        inverse `[M]`: the row of each slot, -1 for a slot that is not routed.
+        offsets `[E]`: the end row of each expert, so expert e owns rows `offsets[e-1]` to `offsets[e]`.
+    """
+    ids = topk_ids.reshape(-1)
+    routed = (ids >= 0) & (ids < num_experts)
+    expert = torch.where(routed, ids, num_experts).to(torch.int64)  # E is the bin of the slots that are not routed
+    rows = torch.argsort(expert, stable=True)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+    counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
+    offsets = counts[:num_experts].cumsum(0, dtype=torch.int32)
+    position = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
+    inverse = torch.empty_like(position).scatter_(0, rows, position)
+    return rows.to(torch.int32), torch.where(routed, inverse, -1), offsets
+
+
+def combine(rows_MN: Tensor, inverse_M: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+    """out[t] = sum over k of rows[inverse[t*K + k]], summed in fp32 in the order of k: `[M, N]` -> `[T, N]`.
+
+    A gather, so the same input always gives the same bits. Slots that are not routed are left out by selection, not
+    by a product with 0: what lies in their rows may be NaN.
+    """
+    routed = (inverse_M >= 0).unsqueeze(-1)
+    picked = torch.where(routed, rows_MN.index_select(0, inverse_M.clamp_min(0)), 0)
+    accumulate = torch.float64 if rows_MN.dtype == torch.float64 else torch.float32
+    tokens = inverse_M.shape[0] // top_k
+    return picked.view(tokens, top_k, rows_MN.shape[1]).sum(1, dtype=accumulate).to(dtype)
+
+
+def invert_rows(rows_M: Tensor, offsets_E: Tensor) -> Tensor:
+    """`inverse` of `moe_route`, from its other two results."""
+    position = torch.arange(rows_M.shape[0], dtype=torch.int32, device=rows_M.device)
+    inverse = torch.empty_like(position).scatter(0, rows_M.to(torch.int64), position)
+    return torch.where(inverse < offsets_E[-1], inverse, -1)
