@@ -1,0 +1,115 @@
+"""Packing a model's experts and writing them back, one layer at a time."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .._lora.sites import StockLayout, adapted_sites
+from ..nn import PROJECTIONS, NVFP4Experts
+from .recognise import ExpertsPlan, plan_all
+
+
+@dataclass(frozen=True)
+class PackedLayout(StockLayout):
+    """The stock layout, and the stock module with meta tensors in place of its weights."""
+
+    shell: nn.Module | None = None
+
+
+def quantize_experts(model: nn.Module, format: str = "nvfp4") -> nn.Module:
+    """Replace the model's dense experts by `NVFP4Experts`, in place, and return the model.
+
+    Works on the experts modules of transformers 5 that carry its experts flags (Qwen2/3-MoE, Mixtral, OLMoE,
+    DeepSeek-V3, gpt-oss, ...) and have an activation that `NVFP4Experts` computes. One layer at a time: a
+    layer's dense weights are freed before the next is packed, so that memory stays within about a layer of
+    the dense model's.
+
+    format: "nvfp4" or "mxfp4".
+    Raises ValueError, before anything is changed, for a model without dense experts and for an experts
+    module that it cannot pack; the text names class, module path and reason.
+    """
+    for plan in plan_all(model, format):
+        _pack(model, plan, format)
+    return model
+
+
+def _pack(model: nn.Module, plan: ExpertsPlan, format: str) -> None:
+    experts, layout = model.get_submodule(plan.path), plan.layout
+    dense = {name: parameter.detach() for name, parameter in experts.named_parameters()}
+    gate_up, down = dense[layout.gate_up_name], dense[layout.down_name]
+    if layout.transposed:
+        gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+    gate_up_bias, down_bias = (dense.get(f"{name}_bias") for name in (layout.gate_up_name, layout.down_name))
+    packed = NVFP4Experts.from_dense(
+        _rows_to_canonical(gate_up, layout),
+        down,
+        gate_up_bias=None if gate_up_bias is None else _rows_to_canonical(gate_up_bias, layout),
+        down_bias=down_bias,
+        activation=plan.activation,
+        limit=plan.limit,
+        format=format,
+    ).train(experts.training)
+    for name, parameter in experts.named_parameters():
+        hollow = torch.empty_like(parameter, device="meta")
+        experts.register_parameter(name, nn.Parameter(hollow, requires_grad=parameter.requires_grad))
+    packed.__dict__["stock_layout"] = PackedLayout(**vars(layout), shell=experts)
+    model.set_submodule(plan.path, packed)
+
+
+def dequantize_experts(model: nn.Module) -> nn.Module:
+    """Put the stock dense experts back, in place, with the dequantised weights in their old dtype; return
+    the model.
+
+    Adapters are not merged: ValueError while experts carry any (save them, then call `remove_adapters`).
+    ValueError too where there are no experts that `quantize_experts` packed.
+    """
+    packed = [(path, module) for path, module in model.named_modules() if isinstance(module, NVFP4Experts)]
+    if not packed:
+        raise ValueError(f"{type(model).__name__} has no packed experts")
+    for path, module in packed:
+        if not isinstance(module.__dict__.get("stock_layout"), PackedLayout):
+            raise ValueError(f"{path}: was not packed by quantize_experts, its dense form is not known")
+    for site in adapted_sites(model):
+        if site.is_experts:
+            raise ValueError(
+                f"{site.name} has an adapter, which would be lost: save_adapter, then remove_adapters"
+            )
+    for path, module in packed:
+        model.set_submodule(path, _unpack(module))
+    if isinstance(model, PreTrainedModel) and model.config._experts_implementation == "nvfp4":
+        model.set_experts_implementation("grouped_mm")  # transformers' default: "nvfp4" refuses dense experts
+    return model
+
+
+def _unpack(packed: NVFP4Experts) -> nn.Module:
+    layout: PackedLayout = packed.__dict__["stock_layout"]
+    assert layout.shell is not None
+    experts = copy.copy(layout.shell)  # not a deep copy: the config must stay the model's own
+    experts._parameters = dict(experts._parameters)
+    stock_names = {"gate_up": layout.gate_up_name, "down": layout.down_name}
+    for projection in PROJECTIONS:
+        name = stock_names[projection]
+        weight = packed.dequantize(projection, dtype=experts.get_parameter(name).dtype)
+        values = {name: weight, f"{name}_bias": getattr(packed, f"{projection}_bias")}
+        for key, value in values.items():
+            if value is None:
+                continue
+            hollow = experts.get_parameter(key)
+            dense = value.detach().to(hollow.dtype, copy=True)
+            dense = _rows_to_stock(dense, layout) if projection == "gate_up" else dense
+            dense = dense.mT.contiguous() if layout.transposed and key == name else dense
+            experts.register_parameter(key, nn.Parameter(dense, requires_grad=hollow.requires_grad))
+    return experts.train(packed.training)
+
+
+def _rows_to_canonical(tensor: Tensor, layout: StockLayout) -> Tensor:
+    """`[E, N, ...]`: rows gate 0, up 0, gate 1, ... -> `[gate; up]`, where the stock layout interleaves."""
+    return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if layout.interleaved else tensor
+
+
+def _rows_to_stock(tensor: Tensor, layout: StockLayout) -> Tensor:
+    """The inverse of `_rows_to_canonical`."""
+    return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) if layout.interleaved else tensor

@@ -1,0 +1,278 @@
+"""PEFT's view of the adapters: key names, tensor layouts and adapter_config.json, both ways.
+
+Layouts are those of PEFT 0.21 (`peft.tuners.lora.layer.ParamWrapper`): for a parameter `[E, out, in]` A is
+`[E*R, in]` with the expert slowest, B is `[out, R*E]` with the *rank* slowest. The wrappers of one experts
+module nest: the outermost is down, gate_up lies below `.base_layer`; a projection alone is not nested.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .sites import LoRASpec, Site, adapted_sites, clean_path, iter_sites, stock_layout_of
+
+_KEY_PREFIX = "base_model.model."
+
+# In MoE models PEFT takes a target module of one of these names for an expert's projection (as it was called
+# before transformers 5) and drops it. As a target parameter, "down_proj.weight", the layer is adapted, and
+# under the same keys.
+_TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+
+
+def keys_of(sites: Sequence[Site]) -> dict[Site, tuple[str, str]]:
+    """The key of A and of B of each site, for an adapter made of exactly these sites."""
+    down_paths = {site.path for site in sites if site.projection == "down"}
+    keys = {}
+    for site in sites:
+        if not site.path:
+            raise ValueError(
+                "PEFT has no name for an adapter on the root module; put it into a parent module"
+            )
+        nested = site.projection == "gate_up" and site.path in down_paths
+        prefix = _KEY_PREFIX + site.path + (".base_layer" if nested else "")
+        keys[site] = (f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight")
+    return keys
+
+
+def to_peft(site: Site, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors as the module holds them -> PEFT's A and B (detached, contiguous)."""
+    a, b = a.detach(), b.detach()
+    if not site.is_experts:
+        return a.contiguous(), b.contiguous()
+    if _is_interleaved(site):
+        b = b.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1, 2).contiguous()
+
+
+def from_peft(site: Site, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `to_peft`. The shapes must be those of `peft_shapes`."""
+    if not site.is_experts:
+        return a, b
+    num_experts = site.num_experts
+    b_ENR = b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+    if _is_interleaved(site):
+        b_ENR = b_ENR.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return a.unflatten(0, (num_experts, -1)).contiguous(), b_ENR.contiguous()
+
+
+def peft_shapes(site: Site, r: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    rows, columns = site.out_in
+    return (site.num_experts * r, columns), (rows, r * site.num_experts)
+
+
+def _is_interleaved(site: Site) -> bool:
+    return site.projection == "gate_up" and stock_layout_of(site.module).interleaved
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """The part of adapter_config.json that decides which adapters there are and how strong."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    target_modules: Collection[str] | str = ()
+    target_parameters: Collection[str] = ()
+
+    def spec_for(self, name: str) -> LoRASpec:
+        """Rank and alpha of the adapter on the module or parameter `name`, patterns matched as PEFT does."""
+        r = self.rank_pattern.get(_pattern_for(self.rank_pattern, name), self.r)
+        alpha = self.alpha_pattern.get(_pattern_for(self.alpha_pattern, name), self.lora_alpha)
+        return LoRASpec(r, alpha, self.use_rslora)
+
+    def targeted(self, sites: Iterable[Site]) -> dict[Site, LoRASpec]:
+        """The sites this config adapts, and how; ValueError names a target that matches none."""
+        modules = {site: site.name for site in sites if not site.is_experts}
+        parameters = {site: site.name if site.is_experts else f"{site.name}.weight" for site in sites}
+        chosen: dict[Site, str] = {}
+        if isinstance(self.target_modules, str):
+            chosen = {site: name for site, name in modules.items() if re.fullmatch(self.target_modules, name)}
+            if not chosen:
+                raise ValueError(f"the adapter's target {self.target_modules!r} matches no linear layer")
+        named_modules = () if isinstance(self.target_modules, str) else self.target_modules
+        for targets, names, kind in (
+            (named_modules, modules, "linear layer"),
+            (self.target_parameters, parameters, "packed expert parameter"),
+        ):
+            for target in targets:
+                found = {site: name for site, name in names.items() if has_suffix(name, target)}
+                if not found:
+                    raise ValueError(f"the adapter's target {target!r} matches no {kind}")
+                chosen |= found
+        return {site: self.spec_for(name) for site, name in chosen.items()}
+
+
+def _pattern_for(patterns: Iterable[str], name: str) -> str:
+    """The pattern PEFT would apply to `name` (`peft.utils.other.get_pattern_key`), else `name` itself."""
+    return next((p for p in patterns if re.match(rf"(.*\.)?({p})$", name)), name)
+
+
+def has_suffix(name: str, suffix: str) -> bool:
+    """True when `suffix` is the whole name or its last dotted components."""
+    return name == suffix or name.endswith(f".{suffix}")
+
+
+def config_of(model: nn.Module) -> PeftConfig:
+    """The config with which stock PEFT puts exactly this model's adapters on the stock dense model."""
+    sites, adapted = list(iter_sites(model)), adapted_sites(model)
+    if not adapted:
+        raise ValueError("the model has no adapters: call add_lora or load_adapter first")
+    specs = {site: site.spec for site in adapted}
+    rslora = all(spec.rslora for spec in specs.values())
+    if not rslora:  # where adapters of both kinds meet, state those of the other kind as alpha / r too
+        specs = {s: LoRASpec(x.r, x.scaling * x.r) if x.rslora else x for s, x in specs.items()}
+    # The experts' rank is the default and the linear layers' rank the pattern: PEFT 0.21 applies a pattern
+    # that names a parameter, and then warns that it did not.
+    leading = [spec for site, spec in specs.items() if site.is_experts] or list(specs.values())
+    r = Counter(spec.r for spec in leading).most_common(1)[0][0]
+    alpha = Counter(spec.alpha for spec in leading).most_common(1)[0][0]
+    names = _target_names(sites)
+    everything = [clean_path(name) for name, _ in (*model.named_modules(), *model.named_parameters())]
+    everything += [name for site in sites for name in (site.name, f"{site.name}.weight")]
+    modules = [names[site] for site in adapted if names[site] == site.name and not site.is_experts]
+    parameters = [names[site] for site in adapted if names[site] not in modules]
+    return PeftConfig(
+        r=r,
+        lora_alpha=alpha,
+        use_rslora=rslora,
+        rank_pattern=_patterns({names[site]: spec.r for site, spec in specs.items()}, r),
+        alpha_pattern=_patterns({names[site]: spec.alpha for site, spec in specs.items()}, alpha),
+        target_modules=_suffixes(modules, everything),
+        target_parameters=_suffixes(parameters, everything, after_layer_index=True),
+    )
+
+
+def _target_names(sites: Sequence[Site]) -> dict[Site, str]:
+    """What PEFT must target: a module or, for experts and for layers whose name it mistakes, a parameter."""
+    has_experts = any(site.is_experts for site in sites)
+    mistaken = {
+        site
+        for site in sites
+        if has_experts and not site.is_experts and site.name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS
+    }
+    return {site: f"{site.name}.weight" if site in mistaken else site.name for site in sites}
+
+
+def _patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
+    patterns: dict[str, Any] = {}
+    for value in sorted(set(values.values()) - {default}):
+        names = [name for name, v in values.items() if v == value]
+        others = [name for name, v in values.items() if v != value]
+        patterns |= {suffix: value for suffix in _suffixes(names, others, after_layer_index=True)}
+    return patterns
+
+
+def _suffixes(
+    names: Sequence[str], everything: Iterable[str], *, after_layer_index: bool = False
+) -> list[str]:
+    """Dotted suffixes that match all of `names` and nothing else of `everything`, as short as can be.
+
+    `after_layer_index`: never shorter than what follows the last number, as in "mlp.experts.down_proj".
+    """
+    taken = {suffix for other in set(everything) - set(names) for suffix in _all_suffixes(other)}
+    chosen: dict[str, None] = {}
+    for name in names:
+        candidates = _all_suffixes(name)
+        if after_layer_index:
+            last_index = max((i for i, part in enumerate(name.split(".")) if part.isdigit()), default=-1)
+            candidates = candidates[len(name.split(".")) - last_index - 2 :]
+        chosen[next((c for c in candidates if c not in taken), name)] = None
+    return list(chosen)
+
+
+def _all_suffixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in reversed(range(len(parts)))]
+
+
+def config_to_json(config: PeftConfig, *, base_model: str | None, task_type: str | None) -> dict[str, Any]:
+    """adapter_config.json with the fields PEFT needs; what it does not name has PEFT's default."""
+    return {
+        "peft_type": "LORA",
+        "task_type": task_type,
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": config.r,
+        "lora_alpha": int(config.lora_alpha) if float(config.lora_alpha).is_integer() else config.lora_alpha,
+        "use_rslora": config.use_rslora,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
+        "target_modules": list(config.target_modules),
+        "target_parameters": list(config.target_parameters) or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+    }
+
+
+# Fields that change what an adapter computes, and the values that mean "not used".
+_UNUSED: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "lora_dropout": (0, None),
+    "init_lora_weights": (
+        True,
+        False,
+        None,
+        "gaussian",
+        "eva",
+        "orthogonal",
+    ),  # the others change the base weight
+    "lora_B_layout": ("rank_major", None),
+} | dict.fromkeys(
+    "alora_invocation_tokens arrow_config exclude_modules fan_in_fan_out kasa_config layer_replication "
+    "layers_pattern layers_to_transform lora_bias modules_to_save monteclora_config target_modules_to_tie "
+    "trainable_token_indices use_bdlora use_dora use_qalora velora_config".split(),
+    (None, False, [], {}),
+)
+
+
+def config_from_json(data: Mapping[str, Any]) -> PeftConfig:
+    """Read adapter_config.json's content; ValueError names a field that this library cannot honour."""
+    if data.get("peft_type") != "LORA":
+        raise ValueError(
+            f"adapter_config.json: peft_type is {data.get('peft_type')!r}, only 'LORA' is supported"
+        )
+    for name, unused in _UNUSED.items():
+        if name in data and data[name] not in unused:
+            hint = (
+                "; set it to 0, a trained adapter's output does not depend on it"
+                if name == "lora_dropout"
+                else ""
+            )
+            raise ValueError(f"adapter_config.json: {name}={data[name]!r} is not supported{hint}")
+    r, alpha = data.get("r"), data.get("lora_alpha")
+    if not isinstance(r, int) or r < 1 or not isinstance(alpha, int | float):
+        raise ValueError(
+            f"adapter_config.json: r={r!r}, lora_alpha={alpha!r} must be a rank (1 or more) and a number"
+        )
+    modules = data.get("target_modules") or ()
+    if modules == "all-linear":
+        raise ValueError("adapter_config.json: target_modules='all-linear' is not supported, name the layers")
+    return PeftConfig(
+        r=r,
+        lora_alpha=alpha,
+        use_rslora=bool(data.get("use_rslora")),
+        rank_pattern=data.get("rank_pattern") or {},
+        alpha_pattern=data.get("alpha_pattern") or {},
+        target_modules=modules,
+        target_parameters=data.get("target_parameters") or (),
+    )
+
+
+def state_dict_of(model: nn.Module) -> dict[str, Tensor]:
+    """All adapters of the model under PEFT's keys, in PEFT's layout."""
+    sites = adapted_sites(model)
+    state: dict[str, Tensor] = {}
+    for site, (key_a, key_b) in keys_of(sites).items():
+        factors = site.factors
+        if factors is not None:
+            with torch.no_grad():
+                state[key_a], state[key_b] = to_peft(site, *factors)
+    return state

@@ -1,0 +1,244 @@
+"""LoRA adapters on packed experts and linear layers, saved and loaded in PEFT's own format.
+
+    add_lora(model, r=16, alpha=32)  # freezes everything else
+    ...  # train
+    save_adapter(model, "out")  # stock PEFT loads it on the dense model with PeftModel.from_pretrained
+    load_adapter(other_model, "out")
+
+Nothing here needs transformers or PEFT.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ._lora import files, peft
+from ._lora.sites import (
+    LoRALinear,
+    LoRASpec,
+    Site,
+    StockLayout,
+    adapted_sites,
+    attach,
+    iter_sites,
+    replace_module,
+)
+
+__all__ = [
+    "LoRALinear",
+    "LoRASummary",
+    "StockLayout",
+    "adapter_state_dict",
+    "add_lora",
+    "disable_adapters",
+    "load_adapter",
+    "remove_adapters",
+    "save_adapter",
+]
+
+
+@dataclass(frozen=True)
+class LoRASummary:
+    """What `add_lora` made trainable, in parameters; a packed weight counts by its values, not its bytes."""
+
+    trainable: int
+    total: int
+    targets: dict[str, int]
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{target} {count:,}" for target, count in self.targets.items())
+        share = 100 * self.trainable / self.total
+        return f"LoRA trains {self.trainable:,} of {self.total:,} parameters ({share:.2f} %): {parts}"
+
+
+def add_lora(
+    model: nn.Module,
+    r: int = 16,
+    alpha: float = 32.0,
+    *,
+    expert_r: int | None = None,
+    rslora: bool = False,
+    targets: Sequence[str] = ("experts", "q_proj", "k_proj", "v_proj", "o_proj"),
+    dtype: torch.dtype = torch.float32,
+) -> LoRASummary:
+    """Put LoRA adapters on the model, in place, and freeze everything else.
+
+    r: rank on linear layers; expert_r: rank on experts, r where None.
+    alpha: an adapter of rank R is scaled by alpha / R, or by alpha / sqrt(R) with `rslora`. Experts have R =
+    expert_r
+        and the same alpha: alpha / expert_r, as in PEFT with a rank_pattern.
+    targets: "experts" (both projections of every packed experts module), "experts.gate_up_proj" or
+        "experts.down_proj"; anything else is the last components of a linear layer's name ("q_proj",
+        "self_attn.q_proj").
+    dtype: of the factors; the forward pass casts them to the activations' dtype.
+
+    Raises ValueError, before anything is changed, for a rank below 1, a target that matches nothing, and a
+    model that has adapters already.
+    """
+    ranks = {"r": r, "expert_r": r if expert_r is None else expert_r}
+    for name, rank in ranks.items():
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {rank!r}")
+    sites = list(iter_sites(model))
+    adapted = [site.name for site in sites if site.factors is not None]
+    if adapted:
+        raise ValueError(f"the model has adapters already, {adapted[0]} for one: call remove_adapters first")
+    chosen: dict[Site, str] = {}
+    for target in targets:
+        found = [site for site in sites if _matches(site, target)]
+        if not found:
+            raise ValueError(_nothing_matched(target, sites))
+        chosen |= {site: target for site in found if site not in chosen}
+    model.requires_grad_(False)
+    counts: dict[str, int] = {}
+    for site, target in chosen.items():
+        spec = LoRASpec(ranks["expert_r"] if site.is_experts else r, alpha, rslora)
+        factors = attach(model, site, spec, dtype).factors or ()
+        counts[target] = counts.get(target, 0) + sum(factor.numel() for factor in factors)
+    return LoRASummary(sum(counts.values()), _count_values(model), counts)
+
+
+def _matches(site: Site, target: str) -> bool:
+    if not site.is_experts:
+        return peft.has_suffix(site.name, target)
+    leaf = site.name.rpartition(".")[2]
+    return target in ("experts", f"experts.{leaf}") or ("." in target and peft.has_suffix(site.name, target))
+
+
+def _nothing_matched(target: str, sites: Sequence[Site]) -> str:
+    leaves = sorted({site.name.rpartition(".")[2] for site in sites if not site.is_experts})
+    experts = sum(site.is_experts for site in sites) // 2
+    dense = not experts and target.startswith("experts")
+    hint = " (dense experts must be packed first, by quantize_experts)" if dense else ""
+    return (
+        f"target {target!r} matches nothing{hint}; the model has {experts} packed experts modules "
+        f"and the linear layers {', '.join(leaves) or 'none'}"
+    )
+
+
+def _count_values(model: nn.Module) -> int:
+    floating = sum(p.numel() for p in model.parameters() if p.is_floating_point())
+    return floating + sum(2 * p.numel() for name, p in model.named_parameters() if name.endswith("_codes"))
+
+
+def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """All adapters under PEFT's key names and in its layout; empty without adapters.
+
+    For experts A is `[E*R, in]` with the expert slowest, B `[out, R*E]` with the rank slowest and its rows
+    in the order of the stock model.
+    """
+    return peft.state_dict_of(model)
+
+
+def save_adapter(
+    model: nn.Module, directory: str | os.PathLike[str], *, base_model_name_or_path: str | None = None
+) -> None:
+    """Write adapter_model.safetensors and adapter_config.json, which stock PEFT loads on the dense model.
+
+    Files are replaced by rename: a kill at any moment leaves the old adapter, the new one, or (only where the
+    configuration changed) a directory that `load_adapter` refuses; never a mixture. ValueError without
+    adapters.
+    """
+    config = peft.config_of(model)
+    class_name = type(getattr(model, "_orig_mod", model)).__name__
+    task_type = "CAUSAL_LM" if class_name.endswith("ForCausalLM") else None
+    data = peft.config_to_json(config, base_model=base_model_name_or_path, task_type=task_type)
+    files.write_adapter(Path(directory), adapter_state_dict(model), data)
+
+
+def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Load an adapter that `save_adapter` or PEFT wrote, strictly.
+
+    Rank, alpha, rank_pattern, alpha_pattern and use_rslora come from adapter_config.json. A model without
+    adapters gets them made (in the file's dtype, everything else frozen); one with adapters must have
+    exactly those of the file. Raises ValueError, before the model is changed and naming the key, for missing
+    or unexpected keys, for a shape that does not fit E, R or the layer, and for a config that asks for what
+    this library does not do.
+    """
+    state, data = files.read_adapter(Path(directory))
+    config = peft.config_from_json(data)
+    specs = config.targeted(list(iter_sites(model)))
+    _check_same_adapters(model, specs)
+    keys = peft.keys_of(list(specs))
+    _check_keys(state, [key for pair in keys.values() for key in pair])
+    for site, pair in keys.items():
+        _check_shapes(site, specs[site].r, pair, state)
+    if not adapted_sites(model):
+        model.requires_grad_(False)
+    for site, (key_a, key_b) in keys.items():
+        placed = site if site.factors is not None else attach(model, site, specs[site], state[key_a].dtype)
+        placed.set_spec(specs[site])
+        with torch.no_grad():
+            values = peft.from_peft(site, state[key_a], state[key_b])
+            for factor, value in zip(placed.factors or (), values, strict=True):
+                factor.copy_(value)
+
+
+def _check_same_adapters(model: nn.Module, specs: dict[Site, LoRASpec]) -> None:
+    present = {site.name: site.spec for site in adapted_sites(model)}
+    if not present:
+        return
+    wanted = {site.name: spec for site, spec in specs.items()}
+    for names, where in ((wanted.keys() - present, "file"), (present.keys() - wanted, "model")):
+        if names:
+            raise ValueError(
+                f"adapter and model do not fit: only the {where} adapts {', '.join(sorted(names)[:3])}"
+            )
+    for name, spec in wanted.items():
+        if spec.r != present[name].r:
+            raise ValueError(
+                f"{name}: the adapter has rank R = {spec.r}, the model's has R = {present[name].r}"
+            )
+
+
+def _check_keys(state: dict[str, Tensor], expected: Sequence[str]) -> None:
+    wanted = set(expected)
+    for keys, text in ((wanted - state.keys(), "lacks"), (state.keys() - wanted, "has the unexpected")):
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise ValueError(f"adapter_model.safetensors {text} {', '.join(sorted(keys)[:3])}{more}")
+
+
+def _check_shapes(site: Site, r: int, keys: tuple[str, str], state: dict[str, Tensor]) -> None:
+    what = f"E = {site.num_experts} experts and R = {r}" if site.is_experts else f"R = {r}"
+    for key, shape in zip(keys, peft.peft_shapes(site, r), strict=True):
+        if state[key].shape != shape:
+            raise ValueError(f"{key}: expected shape {list(shape)} for {what}, got {list(state[key].shape)}")
+        if not state[key].is_floating_point():
+            raise ValueError(f"{key}: expected a floating dtype, got {state[key].dtype}")
+
+
+def remove_adapters(model: nn.Module) -> None:
+    """Take every adapter off the model, in place; base weights are as they were, and stay frozen."""
+    for site in adapted_sites(model):
+        if isinstance(site.module, LoRALinear):
+            replace_module(model, site.module, site.module.base_layer)
+        else:
+            for name in site.factor_names:
+                setattr(site.module, name, None)
+
+
+@contextmanager
+def disable_adapters(model: nn.Module, kind: Literal["all", "experts"] = "all") -> Iterator[None]:
+    """Inside the block the model computes without its adapters, or without those of its experts alone.
+
+    The factors are taken off the modules and the same Parameter objects put back, also after an exception;
+    they get no gradient from what runs inside. A compiled model recompiles once.
+    """
+    if kind not in ("all", "experts"):
+        raise ValueError(f"kind must be 'all' or 'experts', got {kind!r}")
+    sites = [site for site in adapted_sites(model) if kind == "all" or site.is_experts]
+    taken = [(site.module, name, getattr(site.module, name)) for site in sites for name in site.factor_names]
+    for module, name, _ in taken:
+        setattr(module, name, None)
+    try:
+        yield
+    finally:
+        for module, name, factor in taken:
+            setattr(module, name, factor)
