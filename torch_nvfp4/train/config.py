@@ -1,0 +1,142 @@
+"""What a fine-tune is told: one frozen dataclass, one field per command-line flag."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("bfloat16", "float32")
+OPTIMIZERS = ("adamw", "sgd")
+COMPILE_MODES = ("auto", "on", "off")
+DEVICES = ("auto", "cpu", "cuda")
+DEFAULT_TARGETS = ("experts", "q_proj", "k_proj", "v_proj", "o_proj")
+
+# What may differ between a run and the run that resumes it: where files lie, how often things are written and
+# shown, and how the step is executed. The model and the texts are compared by content instead.
+_NOT_IN_FINGERPRINT = frozenset(
+    {"model", "text", "eval_text", "output", "compile", "device", "save_every", "keep", "resume", "plot"}
+)
+
+
+class FinetuneError(Exception):
+    """The run cannot go on, and the user can mend it: one line says what is wrong and how."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM: the state is saved, the text says how to go on.
+
+    Args:
+        signum: the signal that ended the run (2 for SIGINT, 15 for SIGTERM).
+    """
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(message)
+        self.signum = signum
+
+
+def _flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """A fine-tune of LoRA adapters on NVFP4 experts; the flags of `torch-nvfp4 finetune` are these fields."""
+
+    model: str = field(
+        metadata={
+            "help": "Folder of a transformers model (config.json, safetensors, tokenizer), or a hub id."
+        }
+    )
+    text: tuple[Path, ...] = field(metadata={"help": "UTF-8 file to train on; give it once per file."})
+    output: Path = field(metadata={"help": "Folder for the adapter, the plot and the checkpoints."})
+    eval_text: tuple[Path, ...] = _flag(
+        (), "UTF-8 file to evaluate on; without it the end of every text is held out."
+    )
+    eval_fraction: float = _flag(0.1, "Share of every text that is held out when there is no --eval-text.")
+    eval_batches: int = _flag(16, "Evaluate on this many batches at most.")
+    rank: int = _flag(16, "LoRA rank of the dense linear layers.")
+    expert_rank: int = _flag(16, "LoRA rank of every expert.")
+    alpha: float = _flag(32.0, "LoRA scaling is alpha / rank.")
+    rslora: bool = _flag(False, "LoRA scaling is alpha / sqrt(rank) instead.")
+    targets: tuple[str, ...] = _flag(DEFAULT_TARGETS, "Modules that get an adapter, separated by commas.")
+    lr: float = _flag(2e-4, "Peak learning rate; a cosine lowers it to 0.")
+    steps: int = _flag(200, "Optimiser steps.")
+    batch: int = _flag(4, "Sequences in a forward pass.")
+    seq_len: int = _flag(256, "Tokens in a sequence.")
+    grad_accum: int = _flag(1, "Forward passes in an optimiser step.")
+    warmup: int = _flag(10, "Steps over which the learning rate rises.")
+    weight_decay: float = _flag(0.0, "Weight decay of the optimiser.")
+    clip: float = _flag(1.0, "Largest gradient norm; 0 does not clip.")
+    lora_dtype: str = _flag("float32", "Dtype of adapters, gradients and optimiser: float32 or bfloat16.")
+    dtype: str = _flag("bfloat16", "Dtype of weights and activations: bfloat16 or float32.")
+    optim: str = _flag("adamw", "Optimiser: adamw, or sgd (momentum 0.9, half the bytes).")
+    compile: str = _flag("auto", "torch.compile: auto (if its compilers are here), on or off.")
+    device: str = _flag("auto", "Where to train: auto, cpu or cuda.")
+    gradient_checkpointing: bool = _flag(False, "Recompute layers in backward: less memory, more time.")
+    eval_every: int = _flag(50, "Steps between evaluations; 0 evaluates only at the end.")
+    save_every: int = _flag(50, "Steps between checkpoints; 0 saves only at the end.")
+    keep: int = _flag(2, "Checkpoints to keep, newest first.")
+    seed: int = _flag(0, "Seed of the adapters and of the data order.")
+    resume: str = _flag(
+        "auto", "auto (newest checkpoint in --output, if any), never, or a checkpoint folder."
+    )
+    plot: bool = _flag(True, "Draw loss.png.")
+
+    def validate(self) -> None:
+        """Raise FinetuneError, naming the flag, if a value can train nothing."""
+        for name in ("rank", "expert_rank", "steps", "batch", "grad_accum", "eval_batches", "keep"):
+            if getattr(self, name) < 1:
+                raise FinetuneError(f"{flag(name)} is {getattr(self, name)}: give 1 or more")
+        if self.seq_len < 2:
+            raise FinetuneError(f"--seq-len is {self.seq_len}: give 2 or more")
+        for name in ("alpha", "lr"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise FinetuneError(f"{flag(name)} is {value:g}: give a number above 0")
+        for name in ("warmup", "weight_decay", "clip", "eval_every", "save_every", "seed"):
+            if not getattr(self, name) >= 0:
+                raise FinetuneError(f"{flag(name)} is {getattr(self, name):g}: give 0 or more")
+        if self.warmup >= self.steps:
+            raise FinetuneError(
+                f"--warmup {self.warmup} leaves none of the {self.steps} steps: give fewer than --steps"
+            )
+        if not 0 < self.eval_fraction < 1:
+            raise FinetuneError(f"--eval-fraction is {self.eval_fraction:g}: give a number between 0 and 1")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise FinetuneError(
+                    f"{flag(name)} is {getattr(self, name)!r}: give one of {', '.join(allowed)}"
+                )
+        if not self.text:
+            raise FinetuneError("no text to train on: give --text FILE, once per file")
+        if not self.targets:
+            raise FinetuneError(
+                "no --targets: name the modules that get an adapter, for example --targets experts"
+            )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Every setting that changes the trained numbers, as JSON values; without model and text."""
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_IN_FINGERPRINT}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in settings.items()}
+
+
+_CHOICES = {
+    "lora_dtype": DTYPES,
+    "dtype": DTYPES,
+    "optim": OPTIMIZERS,
+    "compile": COMPILE_MODES,
+    "device": DEVICES,
+}
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field: `expert_rank` is `--expert-rank`."""
+    return "--" + name.replace("_", "-")
+
+
+def one_line(error: Exception, limit: int = 200) -> str:
+    """An exception's text on one line, cut short."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"

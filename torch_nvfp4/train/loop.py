@@ -1,0 +1,267 @@
+"""The main job: load, quantise, train adapters, save. Each part is in a file of its own beside this one."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from torch_nvfp4 import hf, lora
+from torch_nvfp4.train import compilers, memory, report, state
+from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, Interrupted, one_line
+from torch_nvfp4.train.data import TokenData, eval_batches, load_data, train_batch
+from torch_nvfp4.train.device import choose_device, inspect_machine
+from torch_nvfp4.train.model import load_description, load_model, weights_digest
+from torch_nvfp4.train.plot import write_plot
+from torch_nvfp4.train.report import FinetuneResult
+from torch_nvfp4.train.schedule import learning_rate
+from torch_nvfp4.train.signals import StopRequest
+from torch_nvfp4.train.step import LossStep, mean_loss
+
+
+@dataclass
+class _Run:
+    """What the stages of one run share."""
+
+    config: FinetuneConfig
+    console: Console
+    device: str
+    data: TokenData
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: LossStep
+    progress: state.Progress
+    fingerprint: dict[str, Any]
+    plan: memory.MemoryPlan
+    path: str
+    seconds: float = 0.0
+    tokens: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def finetune(config: FinetuneConfig, *, console: Console | None = None) -> FinetuneResult:
+    """Quantise a model's experts to NVFP4, train LoRA adapters on it and save them into `config.output`.
+
+    Args:
+        config: what to train and how.
+        console: where to show it; standard output if not given.
+
+    Raises:
+        FinetuneError: wrong input, in one line that says how to mend it.
+        Interrupted: Ctrl-C or SIGTERM while training; the state is saved.
+    """
+    run = _prepare(config, console or Console())
+    _train(run)
+    return _finish(run)
+
+
+def _prepare(config: FinetuneConfig, console: Console) -> _Run:
+    """Everything before the first step; what a user can get wrong is found before the weights are read."""
+    config.validate()
+    checkpoint = state.prepare_output(config)
+    if checkpoint:
+        state.check_fingerprint(checkpoint, config.fingerprint())
+    device, device_note = choose_device(config.device, inspect_machine())
+    compile, compile_note = compilers.choose(config.compile, device)
+    for note in filter(None, (device_note, compile_note)):
+        console.print(note, highlight=False)
+    description, tokenizer = load_description(config)
+    data = load_data(config, tokenizer, description.get_text_config().vocab_size)
+    console.print(
+        f"text: {len(data.train_WS):,} sequences of {config.seq_len} tokens to train on, "
+        f"{data.eval_tokens:,} tokens held out"
+    )
+
+    memory.reset_peak(device)
+    baseline = 0
+    if device == "cpu":
+        baseline = memory.resident_bytes() + (memory.COMPILER_BYTES if compile else 0)
+    model = load_model(config, device)
+    fingerprint = config.fingerprint() | {"model": weights_digest(model), "text": data.text_hash}
+    if checkpoint:
+        state.check_fingerprint(checkpoint, fingerprint)
+    dense_bytes = memory.nbytes(model.parameters())
+    progress = _quantize(config, console, model, data, device, measure=checkpoint is None)
+
+    torch.manual_seed(config.seed)
+    summary = _add_adapters(config, model)
+    console.print(summary, highlight=False)
+    plan = memory.plan(model, config, dense_bytes, baseline)
+    report.print_plan(console, plan, config.optim, device)
+    if config.gradient_checkpointing:
+        _checkpoint_layers(model)
+    optimizer = _optimizer(config, model)
+    if checkpoint:
+        progress = state.load_checkpoint(checkpoint, model, optimizer)
+        console.print(
+            f"resumed from {checkpoint}: {progress.step} of {config.steps} steps are done", soft_wrap=True
+        )
+    step, path = _compile(config, console, model, data, device, compile and progress.step < config.steps)
+    return _Run(config, console, device, data, model, optimizer, step, progress, fingerprint, plan, path)
+
+
+def _quantize(
+    config: FinetuneConfig, console: Console, model: nn.Module, data: TokenData, device: str, *, measure: bool
+) -> state.Progress:
+    """Quantise the experts in place; `measure` the held-out loss before and after."""
+    batches = eval_batches(data, config.batch)
+    progress = state.Progress()
+    if measure:
+        progress.base_loss = mean_loss(model, batches, device)
+        console.print(f"held-out loss of the base: {progress.base_loss:.4f}")
+    try:
+        hf.quantize_experts(model)
+    except ValueError as e:
+        raise FinetuneError(f"{config.model}: the experts cannot be quantised: {one_line(e)}") from e
+    if not memory.expert_bytes(model):
+        raise FinetuneError(f"{config.model} has no mixture-of-experts layers: give a model that has")
+    if measure:
+        progress.quantized_loss = mean_loss(model, batches, device)
+        console.print(f"held-out loss with quantised experts: {progress.quantized_loss:.4f}")
+    return progress
+
+
+def _add_adapters(config: FinetuneConfig, model: nn.Module) -> str:
+    try:
+        return str(
+            lora.add_lora(
+                model,
+                r=config.rank,
+                alpha=config.alpha,
+                expert_r=config.expert_rank,
+                rslora=config.rslora,
+                targets=config.targets,
+                dtype=getattr(torch, config.lora_dtype),
+            )
+        )
+    except ValueError as e:
+        raise FinetuneError(f"--targets {','.join(config.targets)}: {one_line(e)}") from e
+
+
+def _checkpoint_layers(model: Any) -> None:
+    """Have every layer keep its input alone and compute the rest again in backward."""
+    # the second is the older name of the first
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    # Only reentrant checkpointing needs embeddings that require grad; under torch.compile they are an error.
+    model.disable_input_require_grads()
+
+
+def _optimizer(config: FinetuneConfig, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = list(state.trainable(model).values())
+    if config.optim == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=config.lr, momentum=0.9, weight_decay=config.weight_decay, fused=True
+        )
+    return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+
+
+def _compile(
+    config: FinetuneConfig, console: Console, model: nn.Module, data: TokenData, device: str, compile: bool
+) -> tuple[LossStep, str]:
+    """The training step, compiled and tried out if asked for, and the name of what runs."""
+    step = LossStep(model, compile)
+    if compile:
+        start = time.perf_counter()
+        console.print("compiling the training step")
+        note = step.warm_up(train_batch(data, config, 0, 0), device, config.compile)
+        console.print(
+            note or f"compiled in {time.perf_counter() - start:.0f} s", highlight=False, soft_wrap=True
+        )
+    return step, compilers.compiled_path(device) if step.compiled else "eager"
+
+
+def _train(run: _Run) -> None:
+    config, progress = run.config, run.progress
+    with (
+        StopRequest() as stop,
+        report.TrainingDisplay(run.console, run.device, progress.step, config.steps) as display,
+    ):
+        while progress.step < config.steps:
+            loss = _optimizer_step(run)
+            progress.step += 1
+            progress.train_losses.append((progress.step, loss))
+            display.step(progress.step, loss, run.tokens_per_second)
+            last = progress.step == config.steps
+            if not last and _due(progress.step, config.eval_every) and not stop.signum:
+                batches = eval_batches(run.data, config.batch)
+                held_out = mean_loss(run.model, batches, run.device, run.step.compiled)
+                progress.eval_losses.append((progress.step, held_out))
+                display.evaluation(progress.step, held_out)
+            if last or _due(progress.step, config.save_every) or stop.signum:
+                state.save_checkpoint(config, run.model, run.optimizer, progress, run.fingerprint)
+            if stop.signum:
+                raise Interrupted(
+                    stop.signum,
+                    f"stopped after step {progress.step} of {config.steps}, saved: "
+                    "the same command goes on from there",
+                )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _optimizer_step(run: _Run) -> float:
+    """One step over `grad_accum` micro-batches; returns its mean loss, or FinetuneError if not finite."""
+    config, number = run.config, run.progress.step
+    start = time.perf_counter()
+    tokens = config.grad_accum * config.batch * config.seq_len
+    total = 0.0
+    for micro in range(config.grad_accum):
+        inputs, targets = train_batch(run.data, config, number, micro)
+        loss = run.step(inputs.to(run.device), targets.to(run.device)) / tokens
+        loss.backward()
+        total += loss.item()
+    if not math.isfinite(total):
+        raise FinetuneError(f"the loss is {total} at step {number + 1}: lower --lr, or raise --warmup")
+    if config.clip:
+        nn.utils.clip_grad_norm_(state.trainable(run.model).values(), config.clip)
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(number, config.lr, config.warmup, config.steps)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    run.seconds += time.perf_counter() - start
+    run.tokens += tokens
+    return total
+
+
+def _finish(run: _Run) -> FinetuneResult:
+    """Last evaluation, adapter, plot and summary."""
+    config, progress = run.config, run.progress
+    batches = eval_batches(run.data, config.batch)
+    final_loss = mean_loss(run.model, batches, run.device)
+    with lora.disable_adapters(run.model, "experts"):
+        zeroed_loss = mean_loss(run.model, batches, run.device)
+    progress.eval_losses.append((progress.step, final_loss))
+    lora.save_adapter(run.model, config.output, base_model_name_or_path=config.model)
+    plot_path = config.output / "loss.png" if config.plot else None
+    if plot_path:
+        write_plot(progress, plot_path)
+    result = FinetuneResult(
+        base_loss=progress.base_loss,
+        quantized_loss=progress.quantized_loss,
+        final_loss=final_loss,
+        expert_adapters_zeroed_loss=zeroed_loss,
+        steps=progress.step,
+        tokens_per_second=run.tokens_per_second,
+        peak_memory_bytes=memory.peak_bytes(run.device),
+        predicted_peak_bytes=run.plan.peak,
+        path=run.path,
+        experts_bytes_before=run.plan.dense_experts,
+        experts_bytes_after=run.plan.packed_experts,
+        adapter_dir=config.output,
+        plot_path=plot_path,
+        loss_history=tuple(progress.train_losses),
+        eval_history=tuple(progress.eval_losses),
+    )
+    report.print_summary(run.console, result)
+    return result
