@@ -5,10 +5,11 @@ import torch
 # The schemas come first: they define the ops that the others look up.
 from . import schemas as schemas  # isort: split
 
-from . import flops as flops
-from .register import register as _register
+from . import flops as _flops
+from . import register as _register
 
-_register()
+_register.register()
+_flops.register()
 
 SAVE_OPS: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.nvfp4.moe_route.default,
