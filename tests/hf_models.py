@@ -82,15 +82,11 @@ def randomize_adapters(model: nn.Module, std: float = 0.1) -> None:
 def train_step(model: nn.Module, run: Callable[..., object] | None = None) -> dict[str, Tensor]:
     """The adapters' gradients of a language-model loss; `run` is the compiled model where there is one."""
     model.zero_grad()
-    (model if run is None else run)(
-        input_ids=token_ids(), labels=token_ids(), use_cache=False
-    ).loss.backward()
+    (model if run is None else run)(input_ids=token_ids(), labels=token_ids(), use_cache=False).loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
 
 
 def assert_same_grads(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys() and expected
     for name, grad in expected.items():
-        torch.testing.assert_close(
-            found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")

@@ -65,9 +65,7 @@ def test_packed_model_is_the_dense_model_with_dequantised_weights(architecture: 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("intermediate", [32, 64])
-def test_fault_c1_square_weights_keep_their_orientation(
-    architecture: str, intermediate: int, format: str
-) -> None:
+def test_fault_c1_square_weights_keep_their_orientation(architecture: str, intermediate: int, format: str) -> None:
     """H = 64 with 2I = H or I = H: gate_up or down is square, and only the flags say what is transposed."""
     name = "intermediate_size" if architecture == "gpt_oss" else "moe_intermediate_size"
     model = make_model(architecture, **ONE_LAYER[architecture], hidden_size=64, **{name: intermediate})
@@ -130,9 +128,7 @@ def test_sentinel_ids_are_not_routed(architecture: str) -> None:
 
 def test_dense_weights_are_freed_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("gpt_oss", num_hidden_layers=4)
-    dense = [
-        weakref.ref(p) for name, p in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))
-    ]
+    dense = [weakref.ref(p) for name, p in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
     size = sum(ref().numel() for ref in dense[:2])
     alive = []
     pack = NVFP4Experts.from_dense
@@ -156,9 +152,7 @@ def test_registered_implementation_refuses_dense_experts() -> None:
     assert ALL_EXPERTS_FUNCTIONS["nvfp4"] is torch_nvfp4.hf.nvfp4_experts_forward
     model = make_model("qwen3_moe")
     model.set_experts_implementation("nvfp4")
-    with pytest.raises(
-        RuntimeError, match="Qwen3MoeExperts holds dense weights: call torch_nvfp4.hf.quantize_exp"
-    ):
+    with pytest.raises(RuntimeError, match="Qwen3MoeExperts holds dense weights: call torch_nvfp4.hf.quantize_exp"):
         logits(model)
     quantize_experts(model)
     found = logits(model)
@@ -180,9 +174,7 @@ def test_adapters_are_not_merged_or_lost_silently() -> None:
     bare = logits(model)
     add_lora(model, r=2, targets=("experts",))
     randomize_adapters(model)
-    with pytest.raises(
-        ValueError, match="layers.0.mlp.experts.gate_up_proj has an adapter, which would be lost"
-    ):
+    with pytest.raises(ValueError, match="layers.0.mlp.experts.gate_up_proj has an adapter, which would be lost"):
         dequantize_experts(model)
     remove_adapters(model)
     torch.testing.assert_close(logits(dequantize_experts(model)), bare, **TIGHT)
@@ -217,11 +209,7 @@ def other_experts(
     if apply_gate is not None:
         OtherExperts._apply_gate = apply_gate
     parent = nn.Module()
-    decorated = (
-        use_experts_implementation(**flags)(OtherExperts)
-        if flags
-        else use_experts_implementation(OtherExperts)
-    )
+    decorated = use_experts_implementation(**flags)(OtherExperts) if flags else use_experts_implementation(OtherExperts)
     parent.block = decorated(SimpleNamespace(_experts_implementation="batched_mm"))
     return parent
 
@@ -309,9 +297,7 @@ class Refusals(expecttest.TestCase):
         }
         texts = {name: self.text(model) for name, model in models.items()}
         texts["format"] = self.text(other_experts(), "mxfp4")
-        lines = [
-            textwrap.fill(f"{name}: {text}", 100, subsequent_indent="  ") for name, text in texts.items()
-        ]
+        lines = [textwrap.fill(f"{name}: {text}", 100, subsequent_indent="  ") for name, text in texts.items()]
         self.assertExpectedInline(
             "\n".join(lines),
             """\

@@ -42,7 +42,9 @@ def test_fullgraph_in_training_and_in_eval(architecture: str) -> None:
     expected_logits = logits(model)
     expected_grads = train_step(model.train())
     assert all(grad.abs().max() > 0 for grad in expected_grads.values())
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    # Dynamo alone decides about fullgraph; the traced backward is the same op's in each canonical layout
+    backend = "aot_eager" if architecture in ("qwen3_moe", "gpt_oss") else "eager"
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     assert_same_grads(train_step(model, compiled), expected_grads)
     model.eval()
     with torch.no_grad():

@@ -187,14 +187,10 @@ def _check_same_adapters(model: nn.Module, specs: dict[Site, LoRASpec]) -> None:
     wanted = {site.name: spec for site, spec in specs.items()}
     for names, where in ((wanted.keys() - present, "file"), (present.keys() - wanted, "model")):
         if names:
-            raise ValueError(
-                f"adapter and model do not fit: only the {where} adapts {', '.join(sorted(names)[:3])}"
-            )
+            raise ValueError(f"adapter and model do not fit: only the {where} adapts {', '.join(sorted(names)[:3])}")
     for name, spec in wanted.items():
         if spec.r != present[name].r:
-            raise ValueError(
-                f"{name}: the adapter has rank R = {spec.r}, the model's has R = {present[name].r}"
-            )
+            raise ValueError(f"{name}: the adapter has rank R = {spec.r}, the model's has R = {present[name].r}")
 
 
 def _check_keys(state: dict[str, Tensor], expected: Sequence[str]) -> None:

@@ -74,9 +74,7 @@ def dequantize_experts(model: nn.Module) -> nn.Module:
             raise ValueError(f"{path}: was not packed by quantize_experts, its dense form is not known")
     for site in adapted_sites(model):
         if site.is_experts:
-            raise ValueError(
-                f"{site.name} has an adapter, which would be lost: save_adapter, then remove_adapters"
-            )
+            raise ValueError(f"{site.name} has an adapter, which would be lost: save_adapter, then remove_adapters")
     for path, module in packed:
         model.set_submodule(path, _unpack(module))
     if isinstance(model, PreTrainedModel) and model.config._experts_implementation == "nvfp4":

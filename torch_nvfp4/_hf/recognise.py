@@ -56,9 +56,7 @@ def _plan(path: str, experts: Any, format: str) -> ExpertsPlan:
 
     missing = [flag for flag in _FLAGS if not hasattr(experts, flag)]
     if missing:
-        raise refusal(
-            f"it does not carry the flags of transformers' experts interface ({', '.join(missing)})"
-        )
+        raise refusal(f"it does not carry the flags of transformers' experts interface ({', '.join(missing)})")
     layout = StockLayout(
         gate_up_name="gate_up_proj" if experts.has_gate else "up_proj",
         transposed=bool(experts.is_transposed),
@@ -123,9 +121,7 @@ def _recognise_activation(experts: Any, layout: StockLayout) -> tuple[str, float
         if experts.has_gate:
             candidates = [("silu", None), ("gelu_tanh", None), ("gelu", None)]
             candidates += [(name, limit) for limit in limits for name in ("silu", "swiglu_oai")]
-            actual = experts._apply_gate(
-                probe.unflatten(1, (2, -1)).mT.flatten(1) if layout.interleaved else probe
-            )
+            actual = experts._apply_gate(probe.unflatten(1, (2, -1)).mT.flatten(1) if layout.interleaved else probe)
         else:
             actual = experts.act_fn(probe)
     for activation, limit in candidates:

@@ -30,9 +30,7 @@ def keys_of(sites: Sequence[Site]) -> dict[Site, tuple[str, str]]:
     keys = {}
     for site in sites:
         if not site.path:
-            raise ValueError(
-                "PEFT has no name for an adapter on the root module; put it into a parent module"
-            )
+            raise ValueError("PEFT has no name for an adapter on the root module; put it into a parent module")
         nested = site.projection == "gate_up" and site.path in down_paths
         prefix = _KEY_PREFIX + site.path + (".base_layer" if nested else "")
         keys[site] = (f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight")
@@ -169,9 +167,7 @@ def _patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
     return patterns
 
 
-def _suffixes(
-    names: Sequence[str], everything: Iterable[str], *, after_layer_index: bool = False
-) -> list[str]:
+def _suffixes(names: Sequence[str], everything: Iterable[str], *, after_layer_index: bool = False) -> list[str]:
     """Dotted suffixes that match all of `names` and nothing else of `everything`, as short as can be.
 
     `after_layer_index`: never shorter than what follows the last number, as in "mlp.experts.down_proj".
@@ -236,22 +232,14 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
 def config_from_json(data: Mapping[str, Any]) -> PeftConfig:
     """Read adapter_config.json's content; ValueError names a field that this library cannot honour."""
     if data.get("peft_type") != "LORA":
-        raise ValueError(
-            f"adapter_config.json: peft_type is {data.get('peft_type')!r}, only 'LORA' is supported"
-        )
+        raise ValueError(f"adapter_config.json: peft_type is {data.get('peft_type')!r}, only 'LORA' is supported")
     for name, unused in _UNUSED.items():
         if name in data and data[name] not in unused:
-            hint = (
-                "; set it to 0, a trained adapter's output does not depend on it"
-                if name == "lora_dropout"
-                else ""
-            )
+            hint = "; set it to 0, a trained adapter's output does not depend on it" if name == "lora_dropout" else ""
             raise ValueError(f"adapter_config.json: {name}={data[name]!r} is not supported{hint}")
     r, alpha = data.get("r"), data.get("lora_alpha")
     if not isinstance(r, int) or r < 1 or not isinstance(alpha, int | float):
-        raise ValueError(
-            f"adapter_config.json: r={r!r}, lora_alpha={alpha!r} must be a rank (1 or more) and a number"
-        )
+        raise ValueError(f"adapter_config.json: r={r!r}, lora_alpha={alpha!r} must be a rank (1 or more) and a number")
     modules = data.get("target_modules") or ()
     if modules == "all-linear":
         raise ValueError("adapter_config.json: target_modules='all-linear' is not supported, name the layers")

@@ -54,9 +54,7 @@ class LoRALinear(nn.Module):
     lora_a: nn.Parameter | None
     lora_b: nn.Parameter | None
 
-    def __init__(
-        self, base_layer: nn.Linear, r: int, *, scaling: float, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, base_layer: nn.Linear, r: int, *, scaling: float, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         device = base_layer.weight.device
         self.base_layer = base_layer
@@ -193,9 +191,7 @@ def attach(model: nn.Module, site: Site, spec: LoRASpec, dtype: torch.dtype) -> 
         site.module.add_lora(spec.r, scaling=spec.scaling, dtype=dtype)
     else:
         assert isinstance(site.module, nn.Linear)
-        wrapper = LoRALinear(site.module, spec.r, scaling=spec.scaling, dtype=dtype).train(
-            site.module.training
-        )
+        wrapper = LoRALinear(site.module, spec.r, scaling=spec.scaling, dtype=dtype).train(site.module.training)
         replace_module(model, site.module, wrapper)
         site = Site(site.path, wrapper)
     site.set_spec(spec)
