@@ -11,9 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 
 from torch_nvfp4.train.config import FinetuneConfig
 
-WORDS = (
-    "the expert routes a token to four small matrices and each of them adds its own low rank answer".split()
-)
+WORDS = "the expert routes a token to four small matrices and each of them adds its own low rank answer".split()
 
 
 def make_text(seed: int, words: int = 1200) -> str:

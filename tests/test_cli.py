@@ -114,8 +114,7 @@ def test_texts(command: Command, tmp_path: Path) -> None:
     assert command.fails(text=tmp_path) == f"{tmp_path} is a folder: give --text FILE, once per file"
     (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin1"))
     assert command.fails(text=tmp_path / "latin.txt") == (
-        "latin.txt is not UTF-8 (byte 0xe9 at offset 3): "
-        "convert it, for example with `iconv -f latin1 -t utf-8`"
+        "latin.txt is not UTF-8 (byte 0xe9 at offset 3): convert it, for example with `iconv -f latin1 -t utf-8`"
     )
     (tmp_path / "blank.txt").write_text(" \n")
     assert command.fails(text=tmp_path / "blank.txt") == "blank.txt is empty: give a file with text in it"
@@ -146,9 +145,7 @@ def test_model_folders(command: Command, tmp_path: Path) -> None:
     assert command.fails(model=tmp_path / "no") == "no does not exist: check the path given to --model"
     broken = tmp_path / "broken"
     broken.mkdir()
-    assert command.fails(model=broken) == (
-        "broken has no config.json: give --model the folder of a transformers model"
-    )
+    assert command.fails(model=broken) == ("broken has no config.json: give --model the folder of a transformers model")
     shutil.copy(command.folder / "base" / "config.json", broken)
     assert command.fails(model=broken) == (
         "broken has no *.safetensors, and other formats are not read: save the model with save_pretrained, "
@@ -156,9 +153,7 @@ def test_model_folders(command: Command, tmp_path: Path) -> None:
     )
     weights = (command.folder / "base" / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(weights[:1000])
-    assert command.fails(model=broken) == (
-        "broken has no tokenizer: save it there too with tokenizer.save_pretrained"
-    )
+    assert command.fails(model=broken) == ("broken has no tokenizer: save it there too with tokenizer.save_pretrained")
     (broken / "tokenizer.json").write_text("{}")
     assert command.fails(model=broken).startswith("broken: cannot load the tokenizer (")
     save_tokenizer(broken)
@@ -224,9 +219,7 @@ def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_flags_arrive_as_settings(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[FinetuneConfig] = []
     monkeypatch.setattr("torch_nvfp4.train.loop.finetune", seen.append)
-    flags = (
-        "--eval-text e.txt --targets experts,q_proj --rslora --gradient-checkpointing --lr 0.5 --resume never"
-    )
+    flags = "--eval-text e.txt --targets experts,q_proj --rslora --gradient-checkpointing --lr 0.5 --resume never"
     assert command.run(*flags.split(), "--text", "second.txt") == 0
     assert seen == [
         FinetuneConfig(
@@ -255,8 +248,7 @@ def test_ctrl_c_outside_the_training_steps(command: Command, monkeypatch: pytest
     monkeypatch.setattr("torch_nvfp4.train.loop.finetune", interrupted)
     assert command.run() == 130
     assert command.error == (
-        "torch-nvfp4: stopped outside the training steps: "
-        "the same command starts over from the last checkpoint\n"
+        "torch-nvfp4: stopped outside the training steps: the same command starts over from the last checkpoint\n"
     )
 
 

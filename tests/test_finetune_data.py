@@ -51,9 +51,7 @@ def test_split_keeps_every_token_once_and_holds_out_ends(docs: list[list[int]], 
 
 
 @given(documents(), st.integers(2, 9), st.sampled_from([None, 10_000]))
-def test_windows_make_every_token_a_target_once(
-    docs: list[list[int]], seq_len: int, separator: int | None
-) -> None:
+def test_windows_make_every_token_a_target_once(docs: list[list[int]], seq_len: int, separator: int | None) -> None:
     stream = [t for doc in docs for t in (*doc, *([] if separator is None else [separator]))]
     window_WS = windows(docs, seq_len, separator)
     count = (len(stream) - 1) // seq_len
@@ -68,9 +66,7 @@ def test_tokens_of_training_and_evaluation_are_disjoint(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("".join(map(chr, range(2000, 2200))), encoding="utf-8")
     config = tiny_config(tmp_path, tmp_path / "out", seq_len=8, eval_fraction=0.25, eval_batches=99)
     data = load_data(config, Characters(), 5000)
-    train, held_out = (
-        set(t.flatten().tolist()) - {Characters.eos_token_id} for t in (data.train_WS, data.eval_WS)
-    )
+    train, held_out = (set(t.flatten().tolist()) - {Characters.eos_token_id} for t in (data.train_WS, data.eval_WS))
     assert train and held_out and not train & held_out
     assert {t // 1000 for t in held_out} == {1, 2}, "both documents are evaluated on"
     again = load_data(config, Characters(), 5000)
@@ -80,9 +76,7 @@ def test_tokens_of_training_and_evaluation_are_disjoint(tmp_path: Path) -> None:
 def test_eval_text_is_evaluated_and_nothing_else_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 33)
     (tmp_path / "b.txt").write_text("b" * 17)
-    config = tiny_config(
-        tmp_path, tmp_path / "out", text=(tmp_path / "a.txt",), eval_text=(tmp_path / "b.txt",)
-    )
+    config = tiny_config(tmp_path, tmp_path / "out", text=(tmp_path / "a.txt",), eval_text=(tmp_path / "b.txt",))
     data = load_data(config, Characters(), 5000)
     assert data.train_WS.tolist() == [[97] * 17] * 2
     assert data.eval_WS.tolist() == [[98] * 17] and data.eval_tokens == 16
@@ -93,9 +87,7 @@ def test_text_hash_follows_the_content_not_the_name(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
 
     def hash_of(*names: str) -> str:
-        config = tiny_config(
-            tmp_path, tmp_path / "out", text=tuple(tmp_path / n for n in names), eval_fraction=0.3
-        )
+        config = tiny_config(tmp_path, tmp_path / "out", text=tuple(tmp_path / n for n in names), eval_fraction=0.3)
         return load_data(config, Characters(), 5000).text_hash
 
     assert hash_of("a") == hash_of("b") != hash_of("c")
@@ -107,15 +99,11 @@ def test_every_epoch_visits_every_window_once(count: int, batch: int, grad_accum
     data = TokenData(torch.arange(count)[:, None].expand(count, 3), torch.empty(0, 3), "")
     config = tiny_config(Path("."), Path("."), batch=batch, grad_accum=grad_accum, seq_len=2, seed=seed)
     steps = math.ceil(3 * count / (batch * grad_accum))
-    seen = [
-        train_batch(data, config, s, m)[0][:, 0].tolist() for s in range(steps) for m in range(grad_accum)
-    ]
+    seen = [train_batch(data, config, s, m)[0][:, 0].tolist() for s in range(steps) for m in range(grad_accum)]
     flat = [row for rows in seen for row in rows]
     for epoch in range(3):
         assert sorted(flat[epoch * count : (epoch + 1) * count]) == list(range(count))
-    assert train_batch(data, config, 0, 0)[0][:, 0].tolist() == seen[0], (
-        "a batch does not depend on those before"
-    )
+    assert train_batch(data, config, 0, 0)[0][:, 0].tolist() == seen[0], "a batch does not depend on those before"
 
 
 def test_order_differs_between_seeds_and_epochs() -> None:

@@ -27,9 +27,7 @@ class Cases:
         self._folder = folder
         self._cases: list[dict[str, Any]] = []
 
-    def add(
-        self, output: str, kill: str | None = None, at: int = 0, model: str = "base", **changes: Any
-    ) -> None:
+    def add(self, output: str, kill: str | None = None, at: int = 0, model: str = "base", **changes: Any) -> None:
         paths = {
             "model": str(self._folder / model),
             "text": str(self._folder),

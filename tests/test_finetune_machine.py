@@ -62,8 +62,7 @@ def test_an_old_driver_is_an_error_and_never_the_cpu() -> None:
         ),
         (
             {"torch_cuda": "13.0", "cuda_usable": True, "gpu_present": True},
-            "--device cuda: the GPU is not used, because this version has no CUDA kernels yet: "
-            "pass --device cpu",
+            "--device cuda: the GPU is not used, because this version has no CUDA kernels yet: pass --device cpu",
         ),
     ],
 )
@@ -128,9 +127,7 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("", "darwin", "run `xcode-select --install`"),
     ],
 )
-def test_how_to_get_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, manager: str, platform: str, hint: str
-) -> None:
+def test_how_to_get_a_compiler(monkeypatch: pytest.MonkeyPatch, manager: str, platform: str, hint: str) -> None:
     monkeypatch.setattr(compilers.shutil, "which", lambda name, path=None: name if name == manager else None)
     monkeypatch.setattr(sys, "platform", platform)
     assert compilers.install_hint("C++") == hint

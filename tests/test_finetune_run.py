@@ -49,9 +49,7 @@ def trained(folder: Path) -> tuple[FinetuneResult, str]:
     return run(folder, folder / "trained", plot=True)
 
 
-def test_the_result_is_what_the_saved_adapter_gives(
-    folder: Path, trained: tuple[FinetuneResult, str]
-) -> None:
+def test_the_result_is_what_the_saved_adapter_gives(folder: Path, trained: tuple[FinetuneResult, str]) -> None:
     result, _ = trained
     config = tiny_config(folder, result.adapter_dir)
     _, tokenizer = load_description(config)
@@ -76,9 +74,7 @@ def test_the_result_in_figures(trained: tuple[FinetuneResult, str]) -> None:
     assert result.eval_history[-1][1] == result.final_loss
     assert result.experts_bytes_before == 2 * 4 * (3 * 32 * 32) * 4  # layers, experts, weights, fp32
     codes_and_scales = 2 * 4 * (3 * 32 * 32) * (1 / 2 + 1 / 16)
-    assert (
-        result.experts_bytes_after == codes_and_scales + 2 * 4 * 3 * 4
-    )  # three fp32 global scales an expert
+    assert result.experts_bytes_after == codes_and_scales + 2 * 4 * 3 * 4  # three fp32 global scales an expert
     assert result.tokens_per_second > 0 and result.path == "eager"
     assert 0.8 < result.predicted_peak_bytes / result.peak_memory_bytes < 1.2
     assert result.plot_path is not None and result.plot_path.read_bytes().startswith(b"\x89PNG")
@@ -113,7 +109,7 @@ their gradients         18.5 KiB
 AdamW moments           37.0 KiB
 adapters in all         74.0 KiB (5.4x packed experts)
 activations (estimate)  262.0 KiB
-Python and libraries    # MiB
+held now                # MiB (at most so far: # MiB)
 predicted peak          # MiB (process)
 result
 held-out loss: base                             # nat per token
@@ -193,9 +189,7 @@ def test_a_checkpoint_of_another_run_is_refused(
         model.save_pretrained(tmp_path / "other")
         load_description(tiny_config(folder, tmp_path))[1].save_pretrained(tmp_path / "other")
         change = {"model": str(tmp_path / "other")}
-    with pytest.raises(
-        FinetuneError, match=f"checkpoint-00000012 was made with {reason}: use the same settings"
-    ):
+    with pytest.raises(FinetuneError, match=f"checkpoint-00000012 was made with {reason}: use the same settings"):
         run(folder, trained[0].adapter_dir, **change)
 
 
@@ -233,15 +227,11 @@ def test_without_a_compiler(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
         r"torch.compile has no working C\+\+ compiler here, so this runs eager; to compile: (run|install) ",
         printed,
     )
-    with pytest.raises(
-        FinetuneError, match=r"--compile on: torch.compile has no working C\+\+ compiler here: "
-    ):
+    with pytest.raises(FinetuneError, match=r"--compile on: torch.compile has no working C\+\+ compiler here: "):
         run(folder, tmp_path / "other", compile="on")
 
 
-def test_a_step_that_cannot_be_compiled(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_cannot_be_compiled(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_nvfp4.train import step
 
     original = step.token_loss

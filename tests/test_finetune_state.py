@@ -203,7 +203,15 @@ def test_another_configuration_is_refused(config: FinetuneConfig) -> None:
 
 
 def test_every_setting_that_changes_the_numbers_is_in_the_fingerprint(config: FinetuneConfig) -> None:
-    same = {"output": Path("x"), "save_every": 1, "keep": 9, "compile": "on", "plot": True, "model": "moved"}
+    same = {
+        "output": Path("x"),
+        "save_every": 1,
+        "eval_every": 1,
+        "keep": 9,
+        "compile": "on",
+        "plot": True,
+        "model": "moved",
+    }
     assert replace(config, **same).fingerprint() == config.fingerprint()
     for change in (
         {"rank": 9}, {"expert_rank": 9}, {"alpha": 9.0}, {"rslora": True}, {"targets": ("experts",)},
@@ -234,9 +242,7 @@ def test_output_folders(config: FinetuneConfig) -> None:
     path = trainer.save(config)
     assert prepare_output(config) == path
     assert prepare_output(replace(config, resume=str(path))) == path
-    with pytest.raises(
-        FinetuneError, match="is not empty: resume it with --resume auto or give another --output"
-    ):
+    with pytest.raises(FinetuneError, match="is not empty: resume it with --resume auto or give another --output"):
         prepare_output(replace(config, resume="never"))
     with pytest.raises(FinetuneError, match="is no checkpoint"):
         prepare_output(replace(config, resume=str(config.output)))

@@ -37,9 +37,7 @@ def _finetune(**flags: Any) -> int:
     except Interrupted as e:
         return fail(str(e), 128 + e.signum)
     except KeyboardInterrupt:
-        return fail(
-            "stopped outside the training steps: the same command starts over from the last checkpoint", 130
-        )
+        return fail("stopped outside the training steps: the same command starts over from the last checkpoint", 130)
 
 
 def _train(config: FinetuneConfig) -> int:
@@ -83,9 +81,7 @@ app.command("finetune")(_finetune)
 
 @app.command("demo")
 def _demo(
-    output: Annotated[Path, typer.Option(help="Folder for everything that the demo makes.")] = Path(
-        "nvfp4-demo"
-    ),
+    output: Annotated[Path, typer.Option(help="Folder for everything that the demo makes.")] = Path("nvfp4-demo"),
     seed: Annotated[int, typer.Option(help="Seed of base model, adapters and data order.")] = 0,
 ) -> int:
     """Make a small base model, quantise it, fine-tune it on other text, check the result: minutes."""

@@ -228,7 +228,8 @@ def _computed_global_scale(blocks: Tensor, amax: Tensor, all_finite: bool) -> Te
 
 
 def _given_global_scale(global_scale: Tensor | float, x: Tensor, check_finite: bool) -> Tensor:
-    given = torch.as_tensor(global_scale, device=x.device).detach().to(torch.float32, copy=True)
+    given = torch.as_tensor(global_scale, device=x.device).detach().to(torch.float32)
+    given = given.clone(memory_format=torch.contiguous_format)  # never the caller's own storage or strides
     if check_finite and not bool((given.isfinite() & (given >= 0)).all()):
         raise ValueError("global_scale must be finite and not negative")
     return given

@@ -70,9 +70,8 @@ def add_lora(
     """Put LoRA adapters on the model, in place, and freeze everything else.
 
     r: rank on linear layers; expert_r: rank on experts, r where None.
-    alpha: an adapter of rank R is scaled by alpha / R, or by alpha / sqrt(R) with `rslora`. Experts have R =
-    expert_r
-        and the same alpha: alpha / expert_r, as in PEFT with a rank_pattern.
+    alpha: an adapter of rank R is scaled by alpha / R, or by alpha / sqrt(R) with `rslora`. Experts have
+        R = expert_r and the same alpha: alpha / expert_r, as in PEFT with a rank_pattern.
     targets: "experts" (both projections of every packed experts module), "experts.gate_up_proj" or
         "experts.down_proj"; anything else is the last components of a linear layer's name ("q_proj",
         "self_attn.q_proj").

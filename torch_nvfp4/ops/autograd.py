@@ -8,7 +8,7 @@ Nothing is saved or computed for a gradient that nobody asked for.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ..format import saturation_mask
 from .routing import combine, invert_rows
 
 _OPS = torch.ops.nvfp4
+_FIRST_ORDER_ONLY = "has a first derivative only, but a gradient through its gradient was asked for"
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,16 @@ def glu_linear_backward(
 class _Function(_SingleLevelFunction):
     """An autograd Function of one level: functorch's layering is over when an op's Autograd kernel runs."""
 
-    if TYPE_CHECKING:  # torch defines it in C, without a signature
-
-        @classmethod
-        def apply(cls, *args: Any) -> Any: ...
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return super().apply(*args)  # type: ignore[misc]
+        allowed = torch._C._functorch.get_single_level_autograd_function_allowed()
+        torch._C._functorch.set_single_level_autograd_function_allowed(True)
+        try:
+            return super().apply(*args)  # type: ignore[misc]
+        finally:
+            torch._C._functorch.set_single_level_autograd_function_allowed(allowed)
 
 
 class FirstOrderFunction(_Function):
@@ -121,29 +128,45 @@ class FirstOrderFunction(_Function):
             return tuple(compute())
         with torch.no_grad():
             grads = compute()
-        message = f"nvfp4::{op} has a first derivative only, but a gradient through its gradient was asked for"
-        return tuple(None if g is None else _Refusal.apply(message, g.requires_grad_()) for g in grads)
+        message = f"nvfp4::{op} {_FIRST_ORDER_ONLY}"
+        return tuple(None if g is None else _Refusal.attach(message, g) for g in grads)
 
 
 class _Refusal(_Function):
     """Identity whose derivative is an error: put on what has no derivative, so that only using it fails."""
 
+    @classmethod
+    def attach(cls, message: str, x: Tensor) -> Tensor:
+        # A leaf of its own makes the result require a gradient; functorch forbids requires_grad_() on x.
+        return cls.apply(message, x, torch.zeros((), requires_grad=True, device=x.device))
+
     @staticmethod
-    def forward(ctx: Any, message: str, x: Tensor) -> Tensor:
+    def forward(ctx: Any, message: str, x: Tensor, leaf: Tensor) -> Tensor:
         ctx.message = message
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         raise RuntimeError(ctx.message)
 
 
 def wants_grad(op: str, tensors: Sequence[Tensor | None]) -> bool:
-    """Whether any of them asks for a gradient. Forward-mode AD is refused, since no op has a tangent formula."""
+    """Whether any of them asks for a gradient, of first order and in reverse mode: all else is refused in words."""
     given = [t for t in tensors if t is not None]
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in given):
         raise NotImplementedError(f"nvfp4::{op} has no forward-mode derivative; use reverse mode")
-    return torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
+        return False
+    if torch._C._are_functorch_transforms_active() and _nested_gradients() > 1:
+        # Functorch would run the outer level below our kernels and give zeros.
+        raise RuntimeError(f"nvfp4::{op} {_FIRST_ORDER_ONLY}")
+    return True
+
+
+def _nested_gradients() -> int:
+    """How many of functorch's gradient transforms are under way, one inside the other."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return sum(level.key() == torch._C._functorch.TransformType.Grad for level in stack)
 
 
 def _below_autograd(op: str) -> Callable[..., Any]:
@@ -298,7 +321,7 @@ def without_derivative(op: str) -> Callable[..., Any]:
     run = _below_autograd(op)
 
     def refuse(result: Tensor) -> Tensor:
-        return _Refusal.apply(f"nvfp4::{op} has no derivative", result.requires_grad_())
+        return _Refusal.attach(f"nvfp4::{op} has no derivative", result)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         results = run(*args, **kwargs)

@@ -16,7 +16,7 @@ DEFAULT_TARGETS = ("experts", "q_proj", "k_proj", "v_proj", "o_proj")
 # What may differ between a run and the run that resumes it: where files lie, how often things are written and
 # shown, and how the step is executed. The model and the texts are compared by content instead.
 _NOT_IN_FINGERPRINT = frozenset(
-    {"model", "text", "eval_text", "output", "compile", "device", "save_every", "keep", "resume", "plot"}
+    {"model", "text", "eval_text", "output", "compile", "device", "eval_every", "save_every", "keep", "resume", "plot"}
 )
 
 
@@ -45,15 +45,11 @@ class FinetuneConfig:
     """A fine-tune of LoRA adapters on NVFP4 experts; the flags of `torch-nvfp4 finetune` are these fields."""
 
     model: str = field(
-        metadata={
-            "help": "Folder of a transformers model (config.json, safetensors, tokenizer), or a hub id."
-        }
+        metadata={"help": "Folder of a transformers model (config.json, safetensors, tokenizer), or a hub id."}
     )
     text: tuple[Path, ...] = field(metadata={"help": "UTF-8 file to train on; give it once per file."})
     output: Path = field(metadata={"help": "Folder for the adapter, the plot and the checkpoints."})
-    eval_text: tuple[Path, ...] = _flag(
-        (), "UTF-8 file to evaluate on; without it the end of every text is held out."
-    )
+    eval_text: tuple[Path, ...] = _flag((), "UTF-8 file to evaluate on; without it the end of every text is held out.")
     eval_fraction: float = _flag(0.1, "Share of every text that is held out when there is no --eval-text.")
     eval_batches: int = _flag(16, "Evaluate on this many batches at most.")
     rank: int = _flag(16, "LoRA rank of the dense linear layers.")
@@ -79,9 +75,7 @@ class FinetuneConfig:
     save_every: int = _flag(50, "Steps between checkpoints; 0 saves only at the end.")
     keep: int = _flag(2, "Checkpoints to keep, newest first.")
     seed: int = _flag(0, "Seed of the adapters and of the data order.")
-    resume: str = _flag(
-        "auto", "auto (newest checkpoint in --output, if any), never, or a checkpoint folder."
-    )
+    resume: str = _flag("auto", "auto (newest checkpoint in --output, if any), never, or a checkpoint folder.")
     plot: bool = _flag(True, "Draw loss.png.")
 
     def validate(self) -> None:
@@ -106,15 +100,11 @@ class FinetuneConfig:
             raise FinetuneError(f"--eval-fraction is {self.eval_fraction:g}: give a number between 0 and 1")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise FinetuneError(
-                    f"{flag(name)} is {getattr(self, name)!r}: give one of {', '.join(allowed)}"
-                )
+                raise FinetuneError(f"{flag(name)} is {getattr(self, name)!r}: give one of {', '.join(allowed)}")
         if not self.text:
             raise FinetuneError("no text to train on: give --text FILE, once per file")
         if not self.targets:
-            raise FinetuneError(
-                "no --targets: name the modules that get an adapter, for example --targets experts"
-            )
+            raise FinetuneError("no --targets: name the modules that get an adapter, for example --targets experts")
 
     def fingerprint(self) -> dict[str, Any]:
         """Every setting that changes the trained numbers, as JSON values; without model and text."""

@@ -66,9 +66,7 @@ def text_hash(config: FinetuneConfig, documents: Sequence[str], eval_documents: 
     return digest.hexdigest()
 
 
-def split_documents(
-    documents: Sequence[list[int]], eval_fraction: float
-) -> tuple[list[list[int]], list[list[int]]]:
+def split_documents(documents: Sequence[list[int]], eval_fraction: float) -> tuple[list[list[int]], list[list[int]]]:
     """Hold out the last `eval_fraction` of every document's tokens: (training parts, held-out parts)."""
     cuts = [len(tokens) - max(1, round(len(tokens) * eval_fraction)) for tokens in documents]
     train = [tokens[:cut] for tokens, cut in zip(documents, cuts, strict=True)]
@@ -109,8 +107,7 @@ def load_data(config: FinetuneConfig, tokenizer: Any, vocab_size: int) -> TokenD
     highest = max((max(tokens) for tokens in (*train, *held_out) if tokens), default=0)
     if highest >= vocab_size:
         raise FinetuneError(
-            f"the tokenizer gives token {highest}, the model has {vocab_size} embeddings: "
-            "use the model's own tokenizer"
+            f"the tokenizer gives token {highest}, the model has {vocab_size} embeddings: use the model's own tokenizer"
         )
     train_WS, eval_WS = (windows(part, config.seq_len, tokenizer.eos_token_id) for part in (train, held_out))
     for name, part, tensor in (("training", train, train_WS), ("held-out", held_out, eval_WS)):
@@ -135,10 +132,7 @@ def train_batch(data: TokenData, config: FinetuneConfig, step: int, micro: int) 
     """
     count = len(data.train_WS)
     first = (step * config.grad_accum + micro) * config.batch
-    rows = [
-        int(_epoch_order(count, config.seed, n // count)[n % count])
-        for n in range(first, first + config.batch)
-    ]
+    rows = [int(_epoch_order(count, config.seed, n // count)[n % count]) for n in range(first, first + config.batch)]
     window_BS = data.train_WS[rows]
     return window_BS[:, :-1].contiguous(), window_BS[:, 1:].contiguous()
 

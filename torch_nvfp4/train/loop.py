@@ -81,9 +81,6 @@ def _prepare(config: FinetuneConfig, console: Console) -> _Run:
     )
 
     memory.reset_peak(device)
-    baseline = 0
-    if device == "cpu":
-        baseline = memory.resident_bytes() + (memory.COMPILER_BYTES if compile else 0)
     model = load_model(config, device)
     fingerprint = config.fingerprint() | {"model": weights_digest(model), "text": data.text_hash}
     if checkpoint:
@@ -94,16 +91,14 @@ def _prepare(config: FinetuneConfig, console: Console) -> _Run:
     torch.manual_seed(config.seed)
     summary = _add_adapters(config, model)
     console.print(summary, highlight=False)
-    plan = memory.plan(model, config, dense_bytes, baseline)
+    plan = memory.plan(model, config, dense_bytes, device, compile)
     report.print_plan(console, plan, config.optim, device)
     if config.gradient_checkpointing:
         _checkpoint_layers(model)
     optimizer = _optimizer(config, model)
     if checkpoint:
         progress = state.load_checkpoint(checkpoint, model, optimizer)
-        console.print(
-            f"resumed from {checkpoint}: {progress.step} of {config.steps} steps are done", soft_wrap=True
-        )
+        console.print(f"resumed from {checkpoint}: {progress.step} of {config.steps} steps are done", soft_wrap=True)
     step, path = _compile(config, console, model, data, device, compile and progress.step < config.steps)
     return _Run(config, console, device, data, model, optimizer, step, progress, fingerprint, plan, path)
 
@@ -158,9 +153,7 @@ def _checkpoint_layers(model: Any) -> None:
 def _optimizer(config: FinetuneConfig, model: nn.Module) -> torch.optim.Optimizer:
     parameters = list(state.trainable(model).values())
     if config.optim == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=config.lr, momentum=0.9, weight_decay=config.weight_decay, fused=True
-        )
+        return torch.optim.SGD(parameters, lr=config.lr, momentum=0.9, weight_decay=config.weight_decay, fused=True)
     return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
 
 
@@ -173,9 +166,7 @@ def _compile(
         start = time.perf_counter()
         console.print("compiling the training step")
         note = step.warm_up(train_batch(data, config, 0, 0), device, config.compile)
-        console.print(
-            note or f"compiled in {time.perf_counter() - start:.0f} s", highlight=False, soft_wrap=True
-        )
+        console.print(note or f"compiled in {time.perf_counter() - start:.0f} s", highlight=False, soft_wrap=True)
     return step, compilers.compiled_path(device) if step.compiled else "eager"
 
 
@@ -201,8 +192,7 @@ def _train(run: _Run) -> None:
             if stop.signum:
                 raise Interrupted(
                     stop.signum,
-                    f"stopped after step {progress.step} of {config.steps}, saved: "
-                    "the same command goes on from there",
+                    f"stopped after step {progress.step} of {config.steps}, saved: the same command goes on from there",
                 )
 
 

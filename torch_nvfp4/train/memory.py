@@ -30,14 +30,15 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What the run keeps, in bytes.
+    """What the run keeps, in bytes; made when the model is quantised and has its adapters, before it trains.
 
     Attributes:
         dense_experts, packed_experts: the frozen expert weights before and after quantising.
         other: all weights that are not experts.
         adapter, gradients, moments: LoRA parameters, their gradients, and what the optimiser keeps.
         activations: what a micro-batch keeps for backward, logits included; an estimate.
-        baseline: what the process held before the model was loaded, and what torch.compile adds (0 on a GPU).
+        compiler: what torch.compile adds to the process.
+        held, highest: what process (CPU) or allocator (CUDA) hold now, and the most they held while loading.
     """
 
     dense_experts: int
@@ -47,18 +48,15 @@ class MemoryPlan:
     gradients: int
     moments: int
     activations: int
-    baseline: int
-
-    @property
-    def training(self) -> int:
-        return (
-            self.packed_experts + self.other + self.adapter + self.gradients + self.moments + self.activations
-        )
+    compiler: int
+    held: int
+    highest: int
 
     @property
     def peak(self) -> int:
-        """The larger of loading (dense weights) and training, on top of the baseline."""
-        return self.baseline + max(self.dense_experts + self.other, self.training)
+        """What training adds to what is held now, or the peak of loading where that was higher."""
+        added = self.gradients + self.moments + self.activations + self.compiler
+        return max(self.highest, self.held + added)
 
 
 def expert_bytes(model: nn.Module) -> int:
@@ -67,21 +65,22 @@ def expert_bytes(model: nn.Module) -> int:
     return nbytes(p for m in experts for p in m.parameters() if not p.requires_grad)
 
 
-def plan(model: nn.Module, config: FinetuneConfig, dense_bytes: int, baseline: int) -> MemoryPlan:
+def plan(model: nn.Module, config: FinetuneConfig, dense_bytes: int, device: str, compile: bool) -> MemoryPlan:
     """The plan for a quantised model with adapters; `dense_bytes`: the whole model before quantising."""
     packed = expert_bytes(model)
     adapter = nbytes(trainable(model).values())
     other = nbytes(model.parameters()) - packed - adapter
-    moments = {"adamw": 2, "sgd": 1}[config.optim] * adapter
     return MemoryPlan(
         dense_experts=dense_bytes - other,
         packed_experts=packed,
         other=other,
         adapter=adapter,
         gradients=adapter,
-        moments=moments,
+        moments={"adamw": 2, "sgd": 1}[config.optim] * adapter,
         activations=activation_bytes(model, config),
-        baseline=baseline,
+        compiler=COMPILER_BYTES if compile and device == "cpu" else 0,
+        held=held_bytes(device),
+        highest=peak_bytes(device),
     )
 
 
@@ -104,8 +103,10 @@ def activation_bytes(model: Any, config: FinetuneConfig) -> int:
     return tokens * (kept + text.vocab_size * (size + 3 * 4))
 
 
-def resident_bytes() -> int:
-    """What the process holds now (Linux), or at most so far (elsewhere)."""
+def held_bytes(device: str) -> int:
+    """What the process (CPU; at most so far, where the system says no more) or torch's allocator (CUDA) holds now."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
     return _proc_status("VmRSS") or peak_bytes("cpu")
 
 

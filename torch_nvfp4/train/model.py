@@ -53,9 +53,7 @@ def load_model(config: FinetuneConfig, device: str) -> nn.Module:
             output_loading_info=True,
         )
     except SafetensorError as e:
-        raise FinetuneError(
-            f"{config.model} has a damaged safetensors file ({one_line(e)}): copy it again"
-        ) from e
+        raise FinetuneError(f"{config.model} has a damaged safetensors file ({one_line(e)}): copy it again") from e
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         raise FinetuneError(_explain(config.model, "weights", e)) from e
     model, info = loaded

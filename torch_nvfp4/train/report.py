@@ -66,12 +66,11 @@ def print_plan(console: Console, plan: MemoryPlan, optim: str, device: str) -> N
     table.add_row("adapters", size(plan.adapter))
     table.add_row("their gradients", size(plan.gradients))
     table.add_row(moments, size(plan.moments))
-    table.add_row(
-        "adapters in all", f"{size(adapter)} ({adapter / max(1, plan.packed_experts):.1f}x packed experts)"
-    )
+    table.add_row("adapters in all", f"{size(adapter)} ({adapter / max(1, plan.packed_experts):.1f}x packed experts)")
     table.add_row("activations (estimate)", size(plan.activations))
-    if plan.baseline:
-        table.add_row("Python and libraries", size(plan.baseline))
+    if plan.compiler:
+        table.add_row("torch.compile (estimate)", size(plan.compiler))
+    table.add_row("held now", f"{size(plan.held)} (at most so far: {size(plan.highest)})")
     table.add_row("predicted peak", f"{size(plan.peak)} ({'GPU' if device == 'cuda' else 'process'})")
     console.print(table)
 
@@ -87,9 +86,7 @@ def print_summary(console: Console, result: FinetuneResult) -> None:
     ):
         change = "" if reference is None else f" ({loss - reference:+.4f})"
         table.add_row(f"held-out loss: {name}", f"{loss:.4f} nat per token{change}")
-    table.add_row(
-        "expert weights", f"{size(result.experts_bytes_before)} -> {size(result.experts_bytes_after)}"
-    )
+    table.add_row("expert weights", f"{size(result.experts_bytes_before)} -> {size(result.experts_bytes_after)}")
     if result.tokens_per_second:
         table.add_row("speed", f"{result.tokens_per_second:,.0f} tokens/s")
     measured = size(result.peak_memory_bytes) if result.peak_memory_bytes else "not known on this system"

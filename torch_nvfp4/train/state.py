@@ -90,15 +90,9 @@ def check_fingerprint(checkpoint: Path, wanted: dict[str, Any]) -> None:
     differing = sorted(key for key, value in wanted.items() if saved.get(key) != value)
     if differing:
         key = differing[0]
-        what = (
-            f"another {key}"
-            if key in ("model", "text")
-            else f"{key}={saved.get(key)}, this run has {wanted[key]}"
-        )
+        what = f"another {key}" if key in ("model", "text") else f"{key}={saved.get(key)}, this run has {wanted[key]}"
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-        raise FinetuneError(
-            f"{checkpoint} was made with {what}{more}: use the same settings, or another --output"
-        )
+        raise FinetuneError(f"{checkpoint} was made with {what}{more}: use the same settings, or another --output")
 
 
 def save_checkpoint(
@@ -183,9 +177,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     }
 
 
-def _restore_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
-) -> None:
+def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     index = {name: i for i, name in enumerate(trainable(model))}
     state: dict[int, dict[str, Tensor]] = {i: {} for i in index.values()}
     for key, value in tensors.items():

@@ -17,9 +17,7 @@ Batch = tuple[Tensor, Tensor]
 def token_loss(model: nn.Module, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
     """Summed cross-entropy in nat over the targets that are not IGNORE; fp32 scalar."""
     logits_BSV = model(input_ids=inputs_BS, use_cache=False).logits
-    return F.cross_entropy(
-        logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def mean_loss(
@@ -83,18 +81,13 @@ class LossStep:
         except TorchDynamoException as e:
             reason = one_line(e, limit=400)
             if mode == "on":
-                raise FinetuneError(
-                    f"--compile on: torch.compile failed ({reason}): use --compile off"
-                ) from e
+                raise FinetuneError(f"--compile on: torch.compile failed ({reason}): use --compile off") from e
             self.compiled = None
             return f"torch.compile failed ({reason}), so this runs eager"
         finally:
             self._model.zero_grad(set_to_none=True)
             torch.set_rng_state(cpu_rng)
-        if (
-            counters["stats"]["unique_graphs"] != graphs + 1
-            or sum(counters["graph_break"].values()) != breaks
-        ):
+        if counters["stats"]["unique_graphs"] != graphs + 1 or sum(counters["graph_break"].values()) != breaks:
             raise RuntimeError(
                 f"the step was to be one graph without a break, torch._dynamo counted "
                 f"{counters['stats']['unique_graphs'] - graphs} graphs: {dict(counters['graph_break'])}"
