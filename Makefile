@@ -2,6 +2,8 @@
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 WORKERS ?= 2
+# Threads that spin while they wait take the cores from those that work, wherever processes outnumber cores.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: help demo test lint format clean setup-demo setup-dev
 

@@ -38,9 +38,7 @@ DEVICE = torch.device("cuda", 0)
 Capability = tuple[int, int]
 
 
-def generate(
-    fn: Callable[..., Any], *inputs: Any, capability: Capability = (9, 0), **compile_options: Any
-) -> str:
+def generate(fn: Callable[..., Any], *inputs: Any, capability: Capability = (9, 0), **compile_options: Any) -> str:
     """The source of the module that Inductor makes of `fn` on a GPU; forward only, `fn` must be one graph."""
     sources: list[str] = []
 

@@ -125,9 +125,7 @@ def test_unigram_entropy_is_the_best_loss_without_context(tokens: list[int]) -> 
 # -- base model ----------------------------------------------------------------------------------------------
 
 
-def test_base_is_a_model_folder_and_the_same_for_one_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_base_is_a_model_folder_and_the_same_for_one_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = demo_text.documentation()[8:20]
     monkeypatch.setattr(demo_base, "documentation", lambda: texts)
     recipe = BaseRecipe(steps=2, batch=2, seq_len=32, warmup=1)
@@ -135,13 +133,9 @@ def test_base_is_a_model_folder_and_the_same_for_one_seed(
         demo_base.make_base(tmp_path / name, recipe=recipe, seed=seed, console=quiet())
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
     ]
-    models = [
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, use_safetensors=True)
-        for name in ("a", "b", "c")
-    ]
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name, use_safetensors=True) for name in ("a", "b", "c")]
     same, other = (
-        all(torch.equal(p, q) for p, q in zip(models[0].parameters(), m.parameters(), strict=True))
-        for m in models[1:]
+        all(torch.equal(p, q) for p, q in zip(models[0].parameters(), m.parameters(), strict=True)) for m in models[1:]
     )
     assert same and not other
     assert reports[0].held_out_loss == reports[1].held_out_loss != reports[2].held_out_loss
@@ -157,9 +151,7 @@ def test_base_is_a_model_folder_and_the_same_for_one_seed(
 # -- verdict -------------------------------------------------------------------------------------------------
 
 
-def failing(
-    base: BaseReport = BASE, result: FinetuneResult = RESULT, peft_loss: float = PEFT_LOSS
-) -> list[str]:
+def failing(base: BaseReport = BASE, result: FinetuneResult = RESULT, peft_loss: float = PEFT_LOSS) -> list[str]:
     return [claim.text for claim in demo.judge(base, result, peft_loss) if not claim.holds]
 
 
@@ -181,9 +173,7 @@ def test_every_claim_can_hold() -> None:
     assert failing() == []
 
 
-@pytest.mark.parametrize(
-    ("figures", "claim"), MISSES, ids=[f"{n}-{claim}" for n, (_, claim) in enumerate(MISSES)]
-)
+@pytest.mark.parametrize(("figures", "claim"), MISSES, ids=[f"{n}-{claim}" for n, (_, claim) in enumerate(MISSES)])
 def test_every_claim_can_fail(figures: dict[str, Any], claim: str) -> None:
     assert failing(**figures) == [claim]
 

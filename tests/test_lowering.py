@@ -22,9 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OP_CALL = r"torch\.ops\.nvfp4\.[\w.]+\("
 
 
-def dequantize(
-    codes: Tensor, scales: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.ops.nvfp4.dequantize(codes, scales, global_scale, dtype=dtype)
 
 
@@ -49,14 +47,10 @@ def random_bytes(shape: list[int], layout: str) -> Tensor:
     """Random uint8 of a shape: contiguous, or with gaps along every dim."""
     if layout == "contiguous":
         return torch.randint(0, 256, shape, dtype=torch.uint8)
-    return torch.randint(0, 256, [2 * size for size in shape], dtype=torch.uint8)[
-        (slice(None, None, 2),) * len(shape)
-    ]
+    return torch.randint(0, 256, [2 * size for size in shape], dtype=torch.uint8)[(slice(None, None, 2),) * len(shape)]
 
 
-def packed(
-    fmt: Format, shape: list[int], scale_shape: list[int], layout: str = "contiguous"
-) -> tuple[Tensor, ...]:
+def packed(fmt: Format, shape: list[int], scale_shape: list[int], layout: str = "contiguous") -> tuple[Tensor, ...]:
     """A packed tensor of random bytes, its value of shape `shape`. Every scale byte occurs, NaN too."""
     *lead, columns = shape
     codes = random_bytes([*lead, columns // 2], layout)
@@ -79,9 +73,7 @@ def test_every_code_under_every_scale_byte_has_the_bits_of_eager() -> None:
 
 
 @given(sizes=st.tuples(*[st.integers(2, 5)] * 3), layout=st.sampled_from(["contiguous", "gaps"]))
-@example(
-    (3, 4, 5), "contiguous"
-)  # in the first of each layout no two sizes are equal: one graph then serves all
+@example((3, 4, 5), "contiguous")  # in the first of each layout no two sizes are equal: one graph then serves all
 @example((3, 4, 5), "gaps")
 @settings(max_examples=12)
 def test_symbolic_sizes_and_strides_have_the_bits_of_eager(sizes: tuple[int, int, int], layout: str) -> None:
@@ -128,9 +120,7 @@ def test_fuses_with_what_reads_it() -> None:
     codes, scales, global_scale = packed(NVFP4, [64, 256], [1])
     bytes_ = scales.view(torch.uint8) & 0x77  # no NaN; held as bytes, as modules do
     x, y = torch.randn(2, 64, 256, dtype=torch.bfloat16)
-    actual, (code,) = run_and_get_code(
-        torch.compile(multiply_add, fullgraph=True), codes, bytes_, global_scale, x, y
-    )
+    actual, (code,) = run_and_get_code(torch.compile(multiply_add, fullgraph=True), codes, bytes_, global_scale, x, y)
     assert code.count("async_compile.cpp_pybinding(") == 1
     assert not re.search(r"torch\.ops\.\w+\.[\w.]+\(", code)
     assert len(re.findall(r"= empty_strided\w*\(", code.split("def call(")[1])) == 1  # the result
@@ -219,9 +209,7 @@ def test_edited_lowerings_are_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_every_source_file_is_part_of_the_hash(tmp_path: Path) -> None:
     sources = Path(lowering.__file__).parent
-    copied = Path(
-        shutil.copytree(sources, tmp_path / "lowering", ignore=shutil.ignore_patterns("__pycache__"))
-    )
+    copied = Path(shutil.copytree(sources, tmp_path / "lowering", ignore=shutil.ignore_patterns("__pycache__")))
     seen = {lowering.source_hash(copied)}
     assert seen == {lowering.source_hash(sources)}
     for path in sorted(copied.glob("*.py")):

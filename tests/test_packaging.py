@@ -108,9 +108,7 @@ def test_sdist_can_test_itself(built: Built) -> None:
 
 
 def test_wheel_imports_from_an_empty_folder(built: Built, tmp_path: Path) -> None:
-    code = (
-        "import torch_nvfp4; from torch_nvfp4 import lowering; print(torch_nvfp4.__file__, lowering.__file__)"
-    )
+    code = "import torch_nvfp4; from torch_nvfp4 import lowering; print(torch_nvfp4.__file__, lowering.__file__)"
     out = checked(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(built.unpacked)).split()
     package = built.unpacked / "torch_nvfp4"
     assert [Path(path) for path in out] == [package / "__init__.py", package / "lowering" / "__init__.py"]

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "setup.sh"
-TORCH = next(
-    line for line in SCRIPT.parent.with_name("constraints.txt").read_text().split() if "torch==" in line
-)
+TORCH = next(line for line in SCRIPT.parent.with_name("constraints.txt").read_text().split() if "torch==" in line)
 FAKE_PYTHON = """#!/bin/sh
 echo "$*" >>"{folder}/calls"
 case "$*" in

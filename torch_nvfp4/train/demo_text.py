@@ -64,9 +64,7 @@ def source_files(folder: Path | None = None) -> list[Path]:
     folder = folder or Path(sysconfig.get_path("stdlib"))
     smallest, largest = SOURCE_SIZES
     files = [
-        path
-        for path in sorted(folder.glob("*.py"))
-        if smallest <= path.stat().st_size <= largest and _is_utf8(path)
+        path for path in sorted(folder.glob("*.py")) if smallest <= path.stat().st_size <= largest and _is_utf8(path)
     ][:SOURCE_FILES]
     if len(files) < FEWEST_FILES:
         raise FinetuneError(
