@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import format as formats
-from . import autocast, autograd, cpu, fake, layer, routing, validation
+from . import autocast, autograd, cpu, cuda, fake, layer, routing, validation
 from .schemas import LIBRARY, NAMESPACE, SCHEMAS
 
 _GROUPED = (
@@ -40,13 +40,6 @@ def _fake(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         return checked(*args, **kwargs)
 
     return run
-
-
-def _not_on_cuda(op: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"nvfp4::{op} has no CUDA kernel in this version; it runs on the CPU")
-
-    return refuse
 
 
 def _quantizer(run: Callable[..., Any], check_finite: bool) -> Callable[..., Any]:
@@ -83,10 +76,11 @@ def register() -> None:
         _implement("quantize", _quantizer(formats.quantize, check_finite), key)
         _implement("fake_quantize", _quantizer(formats.fake_quantize, check_finite), key)
     _implement("dequantize", _dequantize, "CPU", "CUDA")
-    _implement("moe_route", routing.moe_route, "CPU", "CUDA")
+    _implement("moe_route", routing.moe_route, "CPU")
+    _implement("moe_route", cuda.launcher("moe_route", routing.moe_route), "CUDA")
     for op in _GROUPED:
         _implement(op, getattr(cpu, op), "CPU")
-        LIBRARY.impl(op, _not_on_cuda(op), "CUDA")
+        _implement(op, cuda.launcher(op), "CUDA")
     _implement("moe_lora", layer.moe_lora, "CompositeImplicitAutograd")
 
     for op in ("grouped_lora_linear", "glu_grouped_lora_linear", "fake_quantize"):

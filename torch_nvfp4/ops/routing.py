@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from . import cuda
+
 
 def moe_route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Order the M = T*K slots by expert, stably.
@@ -16,9 +18,9 @@ def moe_route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
         inverse `[M]`: the row of each slot, -1 for a slot that is not routed.
         offsets `[E]`: the end row of each expert, so expert e owns rows `offsets[e-1]` to `offsets[e]`.
     """
-    ids = topk_ids.reshape(-1)
+    ids = topk_ids.reshape(-1).to(torch.int64)
     routed = (ids >= 0) & (ids < num_experts)
-    expert = torch.where(routed, ids, num_experts).to(torch.int64)  # E is the bin of the slots that are not routed
+    expert = torch.where(routed, ids, num_experts)  # E is the bin of the slots that are not routed
     rows = torch.argsort(expert, stable=True)
     counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
     counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
@@ -32,13 +34,22 @@ def combine(rows_MN: Tensor, inverse_M: Tensor, top_k: int, dtype: torch.dtype) 
     """out[t] = sum over k of rows[inverse[t*K + k]], summed in fp32 in the order of k: `[M, N]` -> `[T, N]`.
 
     A gather, so the same input always gives the same bits. Slots that are not routed are left out by selection, not
-    by a product with 0: what lies in their rows may be NaN.
+    by a product with 0: what lies in their rows may be NaN. Plain torch, so that a compiler fuses it with what
+    follows; on a GPU with nobody tracing it is one kernel, where those are enabled.
     """
+    if rows_MN.is_cuda and cuda.enabled() and rows_MN.dtype != torch.float64 and _is_eager(rows_MN):
+        return cuda.cuda_kernel("combine")(rows_MN, inverse_M, top_k, dtype)
     routed = (inverse_M >= 0).unsqueeze(-1)
     picked = torch.where(routed, rows_MN.index_select(0, inverse_M.clamp_min(0)), 0)
     accumulate = torch.float64 if rows_MN.dtype == torch.float64 else torch.float32
     tokens = inverse_M.shape[0] // top_k
     return picked.view(tokens, top_k, rows_MN.shape[1]).sum(1, dtype=accumulate).to(dtype)
+
+
+def _is_eager(tensor: Tensor) -> bool:
+    """Whether nothing traces, counts or transforms what happens to the tensor."""
+    observed = torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+    return type(tensor) is Tensor and not observed
 
 
 def invert_rows(rows_M: Tensor, offsets_E: Tensor) -> Tensor:

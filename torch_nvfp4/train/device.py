@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from torch_nvfp4.ops import cuda
 from torch_nvfp4.train.config import FinetuneError
 
 
@@ -19,7 +20,7 @@ class Machine:
         cuda_usable: torch.cuda.is_available().
         gpu_present: the NVIDIA driver shows a GPU.
         driver: the driver's version, or "".
-        kernels: this library has kernels registered for CUDA tensors.
+        kernels: this library runs its CUDA kernels.
     """
 
     torch_cuda: str | None
@@ -30,7 +31,7 @@ class Machine:
 
 
 def inspect_machine(dev: Path = Path("/dev"), proc: Path = Path("/proc")) -> Machine:
-    """Look at torch's build, the driver's device nodes and the kernels registered for CUDA."""
+    """Look at torch's build, the driver's device nodes and whether the library's CUDA kernels run."""
     version = proc / "driver" / "nvidia" / "version"
     words = version.read_text().split() if version.exists() else []
     driver = next((word for word in words if word[0].isdigit() and "." in word), "")
@@ -39,7 +40,7 @@ def inspect_machine(dev: Path = Path("/dev"), proc: Path = Path("/proc")) -> Mac
         cuda_usable=torch.cuda.is_available(),
         gpu_present=any(dev.glob("nvidia[0-9]*")),
         driver=driver,
-        kernels=torch._C._dispatch_has_kernel_for_dispatch_key("nvfp4::grouped_lora_linear", "CUDA"),
+        kernels=cuda.enabled(),
     )
 
 

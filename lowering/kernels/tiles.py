@@ -1,0 +1,21 @@
+"""Which rows of which expert a program works on, from the end rows of the experts alone."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def locate_tile(tile, offsets, E, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
+    """(expert, first row, end row of the expert) of a row tile; first row >= end row where the tile is idle.
+
+    Expert e owns the tile numbers from begin // BLOCK + e to end // BLOCK + e. That is never too few, needs no prefix
+    sum over tile counts, and M // BLOCK + E tiles always suffice.
+    """
+    experts = tl.arange(0, E_POW2)
+    ends = tl.load(offsets + experts, mask=experts < E, other=0)
+    before = (ends // BLOCK + experts + 1 <= tile) & (experts < E)
+    expert = tl.sum(before.to(tl.int32), 0)
+    begin = tl.load(offsets + expert - 1, mask=(expert > 0) & (expert < E), other=0)
+    end = tl.load(offsets + expert, mask=expert < E, other=0)
+    row = begin + (tile - begin // BLOCK - expert) * BLOCK
+    return expert, row, end

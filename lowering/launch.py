@@ -1,0 +1,65 @@
+"""What every launcher needs: powers of two, strides, the layout of a factor, a TMA descriptor, the tensor's device."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+COLUMN_PAD = 128
+"""Rows of `split_columns` layout are padded to a multiple of this, so that a tile never straddles the two halves."""
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    return max(least, triton.next_power_of_2(n))
+
+
+def padded_rank(r: int) -> int:
+    """R as a tile's side: `tl.dot` wants a power of two of at least 16."""
+    return power_of_two(r, 16) if r else 0
+
+
+def padded_width(columns: int) -> int:
+    return triton.cdiv(columns, COLUMN_PAD) * COLUMN_PAD
+
+
+def precision(dtype: torch.dtype) -> str | None:
+    """fp32 products must be fp32, not tf32; half precision has one way only."""
+    return "ieee" if dtype == torch.float32 else None
+
+
+def check_dtype(op: str, dtype: torch.dtype) -> None:
+    if dtype not in TRITON_DTYPE:
+        raise NotImplementedError(f"nvfp4::{op} has no CUDA kernel for {dtype}; use float32, bfloat16 or float16")
+
+
+def with_unit_stride(x: Tensor) -> Tensor:
+    """x with neighbouring columns next to each other; its rows may lie anywhere."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def as_bytes(scales: Tensor) -> Tensor:
+    return scales.view(torch.uint8).contiguous()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
+    """Run a kernel on the tensor's own device and that device's current stream; an empty grid is no launch."""
+    if not all(grid):
+        return
+    if device.index == torch.cuda.current_device():
+        kernel[grid](*args, **options)
+    else:
+        with torch.cuda.device(device):
+            kernel[grid](*args, **options)
+
+
+def tma_descriptor(x: Tensor, block: list[int], available: bool) -> TensorDescriptor | None:
+    """A descriptor of a contiguous matrix, or None where the copy engine cannot read it."""
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    inner = block[-1] * x.element_size()
+    if not available or x.numel() == 0 or not aligned or inner < 16 or max(block) > 256:
+        return None
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)

@@ -1,0 +1,159 @@
+"""Runs the eager CUDA launchers on CPU tensors under Triton's interpreter, against the CPU kernels of the same ops.
+
+A program of its own: the interpreter has to be chosen before Triton is imported. `tests/test_kernels_interpreter.py`
+runs it; by hand: `TRITON_INTERPRET=1 python tests/interpreted_kernels.py`.
+The interpreter multiplies bf16 tiles as integers, so their products are taken in fp32 here.
+"""
+
+import contextlib
+import os
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton.runtime.interpreter as interpreter
+from strategies import make_layer, strided
+from torch import Tensor
+
+import torch_nvfp4  # noqa: F401  (registers the ops)
+from torch_nvfp4.lowering import configs, eager
+from torch_nvfp4.ops import cpu, routing
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def use_cpu_tensors() -> None:
+    """Make the launchers run here, and the interpreter's `dot` right for bf16."""
+    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.cuda.current_device = lambda: None  # type: ignore[assignment,return-value]
+    configs.device_limits = lambda device: (232_448, False)  # type: ignore[assignment]
+    builder = interpreter.InterpreterBuilder
+    plain_dot, plain_binary = builder.create_dot, builder.binary_op
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain_dot(self, widened(a), widened(b), *rest)
+
+    def binary(self: Any, a: Any, b: Any, op: Any) -> Any:
+        return narrowed(plain_binary(self, widened(a), widened(b), op)) if is_bf16(a) else plain_binary(self, a, b, op)
+
+    builder.create_dot, builder.binary_op = dot, binary
+    builder.get_bf16 = lambda self, value: narrowed(
+        interpreter.TensorHandle(np.array([value], np.float32), interpreter.tl.float32)
+    )
+
+
+def is_bf16(handle: Any) -> bool:
+    return handle.dtype.scalar == interpreter.tl.bfloat16
+
+
+def widened(handle: Any) -> Any:
+    """A bf16 tile, which the interpreter holds as its bits, as the fp32 numbers it stands for."""
+    if not is_bf16(handle):
+        return handle
+    bits = handle.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
+
+
+def narrowed(handle: Any) -> Any:
+    bits = torch.from_numpy(np.ascontiguousarray(handle.data, np.float32)).bfloat16().view(torch.uint16).numpy()
+    return interpreter.TensorHandle(bits, interpreter.tl.bfloat16)
+
+
+def compare(name: str, got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == wanted.dtype and got.shape == wanted.shape, (name, got.shape, wanted.shape, got.dtype)
+    error = (got.double() - wanted.double()).norm()
+    tolerance = 4 * torch.finfo(dtype).eps * wanted.double().norm() * 4
+    assert error <= tolerance, f"{name}: {error:.3e} > {tolerance:.3e}"
+
+
+def routed(offsets: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t[: int(offsets[-1])] if t.shape[0] else t for t in tensors)
+
+
+def check_route() -> None:
+    for t, k, e, pattern in (
+        (1, 1, 1, "distinct"),
+        (300, 3, 5, "sentinel"),
+        (41, 2, 130, "distinct"),
+        (9, 2, 4, "none"),
+    ):
+        ids = make_layer(t=t, k=k, e=e, pattern=pattern, id_dtype=torch.int32).topk_ids
+        for name, got, wanted in zip(
+            ("rows", "inverse", "offsets"), eager.moe_route(ids, e), routing.moe_route(ids, e), strict=True
+        ):
+            assert torch.equal(got, wanted), (name, t, k, e, pattern)
+
+
+def check_layer(**sizes: object) -> None:
+    """Every grouped op of one layer, forward and backward, on the same inputs."""
+    layer = make_layer(**sizes)
+    options = {k: layer.options[k] for k in ("activation", "limit")}
+    dtype, top_k = layer.x.dtype, layer.topk_ids.shape[1]
+    rows, inverse, offsets = routing.moe_route(layer.topk_ids, layer.gate_up_codes.shape[0])
+
+    def projection(name: str) -> tuple[Tensor | None, ...]:
+        return tuple(
+            layer.tensors[f"{name}_{part}"] for part in ("codes", "scales", "global_scale", "lora_a", "lora_b")
+        )
+
+    def both(op: str, *args: object, **kwargs: object) -> list[Tensor]:
+        got, wanted = getattr(eager, op)(*args, **kwargs), getattr(cpu, op)(*args, **kwargs)
+        for i, (g, w) in enumerate(zip(got, wanted, strict=True)):
+            is_weights = op == "glu_backward" and i == 2
+            compare(f"{op}[{i}]", *((g, w) if is_weights else routed(offsets, g, w)), dtype)
+        # Rows without an expert hold anything: what follows must not read them.
+        return [w if w.shape[:1] != rows.shape else _poisoned(w, offsets) for w in wanted]
+
+    gate_up, down = projection("gate_up"), projection("down")
+    pre, _ = both("grouped_lora_linear", layer.x, rows, offsets, *gate_up, layer.gate_up_bias, scaling=2.0, top_k=top_k)
+    y, u = both("glu_grouped_lora_linear", pre, layer.topk_weights, rows, offsets, *down, layer.down_bias,
+                scaling=0.5, **options)  # fmt: skip
+    out = routing.combine(y, inverse, top_k, dtype)
+    compare("combine", eager.combine(y, inverse, top_k, dtype), out, dtype)
+    gy = torch.randn(out.shape).to(dtype)
+    gh, v = both("grouped_lora_dgrad", gy, rows, offsets, *down, scaling=0.5, top_k=top_k)
+    gpre, h, _ = both("glu_backward", pre, layer.topk_weights, gh, rows, offsets, gy, rows, layer.down_bias, **options)
+    both("grouped_lora_dgrad", gpre, None, offsets, *gate_up, scaling=2.0)
+    for p, p_rows, q, q_rows in (
+        (v, None, h, None),
+        (gy, rows, u, None),
+        (gpre, None, gpre.new_ones(len(rows), 1), None),
+    ):
+        if p.shape[1] and q.shape[1]:
+            args = (p, p_rows, q, q_rows, offsets)
+            got, wanted = (f(*args, dtype=F32, top_k=top_k) for f in (eager.grouped_lora_wgrad, cpu.grouped_lora_wgrad))
+            compare("wgrad", got, wanted, dtype)
+
+
+def _poisoned(tensor: Tensor, offsets: Tensor) -> Tensor:
+    tensor = tensor.clone()
+    tensor[int(offsets[-1]) :] = torch.nan
+    return tensor
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "nvfp4 fp32": dict(dtype=F32, t=9),
+    "nvfp4 bf16 bias": dict(dtype=BF16, bias=True, pattern="sentinel", h=48),
+    "mxfp4 bf16 swiglu_oai": dict(dtype=BF16, fmt="mxfp4", activation="swiglu_oai", limit=0.5, bias=True, h=96, i=32),
+    "fp16 relu2 one expert, rank 17": dict(dtype=F16, activation="relu2", pattern="one_expert", ranks=(17, 1), t=40),
+    "gelu_tanh without LoRA, one scale": dict(dtype=F16, activation="gelu_tanh", ranks=(None, None), halves=1),
+    "gelu, nothing routed": dict(dtype=F32, activation="gelu", pattern="none"),
+    "values far apart, MXFP4": dict(
+        dtype=F16, fmt="mxfp4", t=2, k=1, e=1, i=32, stride_of=lambda tensor: strided(tensor, "sliced")
+    ),
+    "no tokens": dict(dtype=BF16, t=0),
+}
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    use_cpu_tensors()
+    check_route()
+    print("route ok", flush=True)
+    for case, sizes in LAYERS.items():
+        check_layer(**sizes)
+        print(f"{case} ok", flush=True)
+    print("all agree")
