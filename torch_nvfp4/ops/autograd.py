@@ -118,6 +118,10 @@ class _Function(_SingleLevelFunction):
         finally:
             torch._C._functorch.set_single_level_autograd_function_allowed(allowed)
 
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
+        return (ctx._autograd_function_id,)  # as torch.autograd.Function has it, for compiled autograd
+
 
 class FirstOrderFunction(_Function):
     """A Function whose gradients refuse to be differentiated again, in words."""
@@ -300,10 +304,12 @@ class _FakeQuantize(FirstOrderFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        saved = ctx.saved_tensors  # read once, which is all that activation checkpointing allows
+
         def compute() -> tuple[Tensor]:
-            if not ctx.saved_tensors:
+            if not saved:
                 return (grad.clone(),)
-            x, global_scale = ctx.saved_tensors
+            x, global_scale = saved
             return (torch.where(saturation_mask(x, global_scale, ctx.format), 0, grad),)
 
         (gx,) = FirstOrderFunction.grads(compute, "fake_quantize")

@@ -89,6 +89,6 @@ def register() -> None:
         LIBRARY.impl(op, autograd.without_derivative(op), "Autograd")
     for op in ("quantize", "moe_route"):
         LIBRARY.impl(op, autograd.detached(op), "Autograd")
-    for op in autocast.AUTOCAST_OPS:
+    for op in SCHEMAS:
         LIBRARY.impl(op, autocast.kernel(op, "cpu"), "AutocastCPU")
         LIBRARY.impl(op, autocast.kernel(op, "cuda"), "AutocastCUDA")
