@@ -108,6 +108,15 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For files whose tensors are tiny: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def poison() -> Iterator[Callable[[], None]]:
     """Makes uninitialised memory show: `torch.empty` gives NaN (the largest value for integers).
 

@@ -65,4 +65,4 @@ if __name__ == "__main__":
     # before the first parallel region, so that forking is safe and no two runs fight for the cores
     torch.set_num_threads(1)
     output, sys.stdout = sys.stdout, sys.stderr
-    print(json.dumps([run(case) for case in json.loads(Path(sys.argv[1]).read_text())]), file=output)
+    print(json.dumps([run(case) for case in json.loads(Path(sys.argv[1]).read_text())]), file=output, flush=True)

@@ -3,7 +3,6 @@
 import gc
 import textwrap
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,13 +35,7 @@ EXPERTS = "model.layers.1.mlp.experts"  # layer 0 of DeepSeek-V3 is dense
 TIGHT = dict(rtol=1e-5, atol=5e-6)  # fp32 sums in another order
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors here are tiny: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

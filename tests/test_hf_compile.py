@@ -1,7 +1,5 @@
 """Packed models under torch.compile(fullgraph=True), every architecture, training and eval."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hf_models import (
@@ -19,14 +17,7 @@ from transformers import PreTrainedModel
 from torch_nvfp4.hf import quantize_experts
 from torch_nvfp4.lora import add_lora
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors here are tiny: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def adapted_model(architecture: str) -> PreTrainedModel:

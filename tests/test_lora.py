@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,14 +16,7 @@ from torch_nvfp4.lora import (
     remove_adapters,
 )
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors here are tiny: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_add_lora_starts_as_a_no_op_and_freezes_the_rest() -> None:

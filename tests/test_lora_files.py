@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,13 +27,7 @@ from torch_nvfp4.nn import NVFP4Experts
 GOLDEN = Path(__file__).parent / "golden" / "peft_qwen3_moe"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors here are tiny: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, Tensor], dict[str, object]], None]) -> None:

@@ -1,6 +1,5 @@
 """The layout of adapter files, against PEFT itself and against recorded PEFT results."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,7 @@ from torch_nvfp4.nn import NVFP4Experts
 GOLDEN = Path(__file__).parent / "golden" / "peft_qwen3_moe"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors here are tiny: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def peft_adapter(directory: Path, num_experts: int, **config: object) -> PeftModel:

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,13 +28,7 @@ CASES = [(name, "ranks differ, rslora") for name in ARCHITECTURES]
 CASES += [(name, option) for name in ("qwen3_moe", "gpt_oss") for option in OPTIONS if option != CASES[0][1]]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors here are tiny: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def load_with_stock_peft(dense: torch.nn.Module, directory: Path) -> PeftModel:

@@ -60,8 +60,7 @@ def _pack(model: nn.Module, plan: ExpertsPlan, format: str) -> None:
 
 
 def dequantize_experts(model: nn.Module) -> nn.Module:
-    """Put the stock dense experts back, in place, with the dequantised weights in their old dtype; return
-    the model.
+    """Put the stock dense experts back, in place, with the dequantised weights in their old dtype.
 
     Adapters are not merged: ValueError while experts carry any (save them, then call `remove_adapters`).
     ValueError too where there are no experts that `quantize_experts` packed.

@@ -133,8 +133,8 @@ def _recognise_activation(experts: Any, layout: StockLayout) -> tuple[str, float
 
 def _probe(limits: list[float], intermediate: int, *, gated: bool) -> Tensor:
     """Pre-activations `[S, 2I]` (columns `[gate; up]`) or `[S, I]`: every pair of values that are small,
-    large or
-    about a limit, so that a clamp, another slope or another offset shows."""
+    large or about a limit, so that a clamp, another slope or another offset shows.
+    """
     near = [factor * limit for limit in limits for factor in (-1.1, -0.9, 0.9, 1.1)]
     values = torch.tensor([-500.0, -11, -4, -2, -1, -0.5, -0.1, 0, 0.1, 0.5, 1, 2, 4, 11, 500, *near])
     columns = torch.cartesian_prod(values, values).T if gated else values[None]
