@@ -80,10 +80,11 @@ def product(
     y = x.new_empty(x.shape[0], width)
     x_rows = tma_descriptor(x, [config.tokens, config.depth], True)
     lanes = _lanes(x.device)
-    lanes[1].wait_stream(lanes[0])
     parts = list(slices(e, width, depth, x.element_size(), config.outputs))
     room = max(part.experts * part.columns for part in parts) * depth
     buffers = [x.new_empty(room) for _ in lanes[: len(parts)]]
+    # After the allocations: in torch's deterministic mode they fill what they hand out, on the caller's stream.
+    lanes[1].wait_stream(lanes[0])
     decode = _Relaunched(kernels.decode_slice, configs.DECODE_TILE[2])
     multiply = _Relaunched(kernels.grouped_dense, config.warps)
     processors = configs.processors(x.device.index)
