@@ -13,6 +13,7 @@ from torch_nvfp4.ops.cpu import activate
 
 YARDSTICKS = 2.0  # the kernel may be this many times as far from float64 as the plain layer is ...
 ROUNDINGS = 1.0  # ... plus this many roundings of the activation dtype, for results the plain layer gets right by luck
+SUMS = 4.0  # ... plus this many of float32, since the order in which both sum is not the same
 
 
 def dense(layer: Layer, name: str) -> Tensor:
@@ -59,5 +60,7 @@ def assert_as_close_as_plain(
     assert torch.isfinite(got).all(), f"{name} is not finite"
     error = (got.double() - exact_result).norm()
     allowed = YARDSTICKS * (plain_result.double() - exact_result).norm()
-    allowed = allowed + ROUNDINGS * torch.finfo(dtype).eps * exact_result.norm()
+    lucky = ROUNDINGS * torch.finfo(dtype).eps + SUMS * torch.finfo(torch.float32).eps
+    # The norm of n roundings is itself uncertain, by about 1/sqrt(n): a router gradient may be one value, or a few.
+    allowed = (allowed + lucky * exact_result.norm()) * (1 + 4 / max(exact_result.numel(), 1) ** 0.5)
     assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (norm {exact_result.norm():.3e})"

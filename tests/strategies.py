@@ -160,6 +160,8 @@ def layers(
     dtype = draw(st.sampled_from(dtypes))
     activation = draw(st.sampled_from(activations))
     rank = st.sampled_from((None, 1, 3, 4, 5))
+    # The slope jumps at the limit, and in half precision values round to its other side: no gradient to compare.
+    limits = (None, 0.5, 7.0) if dtype in (torch.float32, torch.float64) else (None,)
     return make_layer(
         t=draw(st.sampled_from(tokens)),
         k=draw(st.integers(1, 3)),
@@ -168,7 +170,7 @@ def layers(
         i=block * draw(st.integers(1, 3)),
         ranks=(draw(rank), draw(rank)),
         activation=activation,
-        limit=draw(st.sampled_from((None, 0.5, 7.0))) if activation in LIMITED_ACTIVATIONS else None,
+        limit=draw(st.sampled_from(limits)) if activation in LIMITED_ACTIVATIONS else None,
         dtype=dtype,
         lora_dtype=draw(st.sampled_from((torch.float32, dtype))),
         weight_dtype=draw(st.sampled_from((torch.float32, dtype))),
