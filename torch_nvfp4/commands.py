@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -30,14 +31,22 @@ def _finetune(**flags: Any) -> int:
     """Train LoRA adapters on a model whose experts are quantised to NVFP4, and save them in PEFT's format."""
     targets = tuple(name.strip() for name in flags.pop("targets").split(",") if name.strip())
     lists: dict[str, Any] = {name: tuple(flags.pop(name) or ()) for name in ("text", "eval_text")}
+    return _exit_code(
+        lambda: _train(FinetuneConfig(targets=targets, **lists, **flags)),
+        "stopped outside the training steps: the same command starts over from the last checkpoint",
+    )
+
+
+def _exit_code(run: Callable[[], int], stopped: str) -> int:
+    """What `run` returns; what can end it early becomes one line and an exit code (`stopped`: Ctrl-C elsewhere)."""
     try:
-        return _train(FinetuneConfig(targets=targets, **lists, **flags))
+        return run()
     except FinetuneError as e:
         return fail(str(e))
     except Interrupted as e:
         return fail(str(e), 128 + e.signum)
     except KeyboardInterrupt:
-        return fail("stopped outside the training steps: the same command starts over from the last checkpoint", 130)
+        return fail(stopped, 130)
 
 
 def _train(config: FinetuneConfig) -> int:
@@ -89,11 +98,4 @@ def _demo(
         from torch_nvfp4.train.demo import run_demo
     except ModuleNotFoundError as e:
         return fail(f"{e.name} is not installed: pip install 'torch-nvfp4[demo]'")
-    try:
-        return run_demo(output, seed=seed)
-    except FinetuneError as e:
-        return fail(str(e))
-    except Interrupted as e:
-        return fail(str(e), 128 + e.signum)
-    except KeyboardInterrupt:
-        return fail("stopped", 130)
+    return _exit_code(lambda: run_demo(output, seed=seed), "stopped")
