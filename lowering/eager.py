@@ -250,7 +250,7 @@ def _linear(
         _contiguous(bias), slots, slot_weights, offsets, y, n, u.shape[1],
         R=padded_rank(u.shape[1]), X_WIDTH=split.shape[1], TOKENS=config.tokens, OUTPUTS=config.outputs,
         BYTES=config.bytes, STAGES=config.stages, TMA=x is not None, PACKED_ASM=_packed_asm(weight, dtype, hopper),
-        PRECISION=precision(dtype), WEIGHTED_BIAS=slots is not None, DTYPE=TRITON_DTYPE[dtype], **weight.constants,
+        WGMMA=hopper and dtype != torch.float32, PRECISION=precision(dtype), WEIGHTED_BIAS=slots is not None, DTYPE=TRITON_DTYPE[dtype], **weight.constants,
         num_warps=config.warps,
     )  # fmt: skip
     return y

@@ -27,6 +27,17 @@ def _rows_tile(x, row, end, column, width, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
+def settled(acc):
+    """acc once every product issued so far is done with its operands.
+
+    Triton lets a loop's last wgmma run on into the next step even where its left operand lies in registers, which that
+    step then overwrites (seen with triton 3.6 and 3.7 on Hopper, as garbage in half of the rows of a few tile sizes).
+    An accumulator that something else reads is waited for.
+    """
+    return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _half_scales(global_scale, expert, n, N, S: tl.constexpr, UNIT: tl.constexpr):
     """The fp32 factor of each output row n."""
     first = tl.load(global_scale + expert * S) * UNIT
@@ -43,8 +54,8 @@ def linear_tile(
     x, codes, scales, global_scale, lora_b, u, bias, slots, slot_weights, y, expert, row, end, n_tile, N, lora_r,
     C: tl.constexpr, B: tl.constexpr, S: tl.constexpr, R: tl.constexpr, X_WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr, PACKED_ASM: tl.constexpr, PRECISION: tl.constexpr, WEIGHTED_BIAS: tl.constexpr,
-    UNIT: tl.constexpr, DTYPE: tl.constexpr,
+    TMA: tl.constexpr, PACKED_ASM: tl.constexpr, WGMMA: tl.constexpr, PRECISION: tl.constexpr,
+    WEIGHTED_BIAS: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One tile of y, computed as W xᵀ: the decoded weight is the left operand and never leaves the registers."""
     MX: tl.constexpr = B == 32
@@ -65,6 +76,8 @@ def linear_tile(
         low, high = decode_pair(packed, scale, DTYPE, MX, PACKED_ASM)
         acc = tl.dot(low, tl.trans(x_even), acc, input_precision=PRECISION)
         acc = tl.dot(high, tl.trans(x_odd), acc, input_precision=PRECISION)
+        if WGMMA:
+            acc = settled(acc)
     acc *= _half_scales(global_scale, expert, n, N, S, UNIT)[:, None]
 
     rows = row + tl.arange(0, TOKENS)
@@ -94,8 +107,8 @@ def grouped_linear(
     x, codes, scales, global_scale, lora_b, u, bias, slots, slot_weights, offsets, y, N, lora_r,
     E, E_POW2: tl.constexpr, C: tl.constexpr, B: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     X_WIDTH: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr, PACKED_ASM: tl.constexpr, PRECISION: tl.constexpr, WEIGHTED_BIAS: tl.constexpr,
-    UNIT: tl.constexpr, DTYPE: tl.constexpr,
+    TMA: tl.constexpr, PACKED_ASM: tl.constexpr, WGMMA: tl.constexpr, PRECISION: tl.constexpr,
+    WEIGHTED_BIAS: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(N, OUTPUTS)
     tile = tl.program_id(0)
@@ -104,7 +117,7 @@ def grouped_linear(
         linear_tile(
             x, codes, scales, global_scale, lora_b, u, bias, slots, slot_weights, y, expert, row, end,
             tile % tiles_n, N, lora_r, C, B, S, R, X_WIDTH, TOKENS, OUTPUTS, BYTES, STAGES, TMA, PACKED_ASM,
-            PRECISION, WEIGHTED_BIAS, UNIT, DTYPE,
+            WGMMA, PRECISION, WEIGHTED_BIAS, UNIT, DTYPE,
         )  # fmt: skip
 
 
