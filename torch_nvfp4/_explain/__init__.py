@@ -1,0 +1,1 @@
+"""What `torch_nvfp4.explain` and `torch-nvfp4 tune` are made of."""
