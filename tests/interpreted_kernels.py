@@ -2,7 +2,8 @@
 
 A program of its own: the interpreter has to be chosen before Triton is imported. `tests/test_kernels_interpreter.py`
 runs it; by hand: `TRITON_INTERPRET=1 python tests/interpreted_kernels.py`.
-The interpreter multiplies bf16 tiles as integers, so their products are taken in fp32 here.
+The interpreter multiplies bf16 tiles as integers, so their products are taken in fp32 here; it also cuts fp32 off to
+bf16 where hardware rounds, which is mended.
 """
 
 import contextlib
@@ -38,7 +39,12 @@ def use_cpu_tensors() -> None:
     def binary(self: Any, a: Any, b: Any, op: Any) -> Any:
         return narrowed(plain_binary(self, widened(a), widened(b), op)) if is_bf16(a) else plain_binary(self, a, b, op)
 
-    builder.create_dot, builder.binary_op = dot, binary
+    plain_cast = builder.cast_impl
+
+    def cast(self: Any, source: Any, to: Any) -> Any:
+        return narrowed(source) if to.scalar == interpreter.tl.bfloat16 else plain_cast(self, widened(source), to)
+
+    builder.create_dot, builder.binary_op, builder.cast_impl = dot, binary, cast
     builder.get_bf16 = lambda self, value: narrowed(
         interpreter.TensorHandle(np.array([value], np.float32), interpreter.tl.float32)
     )

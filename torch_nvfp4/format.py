@@ -87,6 +87,23 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
+def scales_per_expert(global_scale: Tensor, shape: tuple[int, ...]) -> int:
+    """S of a `global_scale` `[E, S]` that fits a tensor `[E, N, C]`; 0 where it is one value, which fits any `shape`.
+
+    ValueError for anything else.
+    """
+    if global_scale.numel() == 1:
+        return 0
+    if len(shape) == 3 and global_scale.dim() == 2 and global_scale.shape[0] == shape[0]:
+        per_expert = global_scale.shape[1]
+        if per_expert == 1 or (per_expert == 2 and shape[1] % 2 == 0):
+            return per_expert
+    raise ValueError(
+        "global_scale must be a scalar, [1], or [E, S] with S = 1 (or 2, for an even N) beside [E, N, C]; "
+        f"given {list(global_scale.shape)} for {list(shape)}"
+    )
+
+
 def expand_global_scale(global_scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`global_scale` in a shape that broadcasts over a tensor of `shape` and over its block scales.
 
@@ -94,18 +111,12 @@ def expand_global_scale(global_scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     comes back as `[E, 1, 1]` (S = 1) or `[E, N, 1]` (S = 2: the first and the second half of the N rows).
     ValueError for anything else.
     """
-    if global_scale.numel() == 1:
+    per_expert = scales_per_expert(global_scale, shape)
+    if per_expert == 0:
         return global_scale.reshape(())
-    if len(shape) == 3 and global_scale.dim() == 2 and global_scale.shape[0] == shape[0]:
-        per_expert = global_scale.shape[1]
-        if per_expert == 1:
-            return global_scale.unsqueeze(-1)
-        if per_expert == 2 and shape[1] % 2 == 0:
-            return global_scale.repeat_interleave(shape[1] // 2, dim=1).unsqueeze(-1)
-    raise ValueError(
-        "global_scale must be a scalar, [1], or [E, S] with S = 1 (or 2, for an even N) beside [E, N, C]; "
-        f"given {list(global_scale.shape)} for {list(shape)}"
-    )
+    if per_expert == 1:
+        return global_scale.unsqueeze(-1)
+    return global_scale.repeat_interleave(shape[1] // 2, dim=1).unsqueeze(-1)
 
 
 def check_packed(codes: Tensor, scales: Tensor) -> Format:
@@ -227,7 +238,8 @@ def _computed_global_scale(blocks: Tensor, amax: Tensor, all_finite: bool) -> Te
     return torch.where(scale > 0, scale, 1.0)
 
 
-def _given_global_scale(global_scale: Tensor | float, x: Tensor, check_finite: bool) -> Tensor:
+def given_global_scale(global_scale: Tensor | float, x: Tensor, check_finite: bool) -> Tensor:
+    """A copy of the caller's global scale, contiguous fp32 on x's device."""
     given = torch.as_tensor(global_scale, device=x.device).detach().to(torch.float32)
     given = given.clone(memory_format=torch.contiguous_format)  # never the caller's own storage or strides
     if check_finite and not bool((given.isfinite() & (given >= 0)).all()):
@@ -299,7 +311,7 @@ def quantize(
         if global_scale is None:
             used = _computed_global_scale(blocks, amax, check_finite)
         else:
-            used = _given_global_scale(global_scale, x, check_finite)
+            used = given_global_scale(global_scale, x, check_finite)
         scales, divisors = _nvfp4_scales(amax, expand_global_scale(used, x.shape))
     codes = _encode(blocks, divisors, fmt)
     if not check_finite:

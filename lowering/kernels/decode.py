@@ -14,8 +14,8 @@ NVFP4_UNIT = 128.0
 
 
 @triton.jit
-def lifted_scale(byte, DTYPE: tl.constexpr, MX: tl.constexpr):
-    """Block scales (uint8 tile) as DTYPE, lifted so that `decode_pair` needs one multiplication for NVFP4."""
+def block_scale(byte, MX: tl.constexpr):
+    """Block scales (a tile of bytes) as exact fp32, subnormals and NaN included."""
     bits = byte.to(tl.int32)
     if MX:  # 2^(byte - 127)
         fp32_bits = tl.where(bits == 0, 0x00400000, bits << 23)
@@ -25,6 +25,14 @@ def lifted_scale(byte, DTYPE: tl.constexpr, MX: tl.constexpr):
         pattern = ((bits << 24) >> 4) & -0x78100000
         pattern = tl.where((bits & 0x7F) == 0x7F, 0x7FC00000, pattern)
         scale = pattern.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return scale
+
+
+@triton.jit
+def lifted_scale(byte, DTYPE: tl.constexpr, MX: tl.constexpr):
+    """Block scales (uint8 tile) as DTYPE, lifted so that `decode_pair` needs one multiplication for NVFP4."""
+    scale = block_scale(byte, MX)
+    if not MX:
         if DTYPE == tl.bfloat16:
             scale = scale * 6.646139978924579e35  # 2^(126 - 7)
         else:

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+_HOMES = {"quantize": "pack", "fake_quantize": "pack", "dequantize": "pack"}
+"""Modules of `torch_nvfp4.lowering` that hold the launcher of an op; all others are in `eager`."""
+
 _enabled = False
 
 
@@ -26,10 +29,10 @@ def enabled() -> bool:
 def cuda_kernel(op: str) -> Callable[..., Any]:
     """The Triton implementation of an op, or of `combine`; RuntimeError where triton is not installed."""
     try:
-        eager = importlib.import_module("torch_nvfp4.lowering.eager")
+        home = importlib.import_module(f"torch_nvfp4.lowering.{_HOMES.get(op, 'eager')}")
     except ModuleNotFoundError as e:
         raise RuntimeError(f"the CUDA kernels need triton, which is not installed ({e}): pip install triton") from e
-    kernels: dict[str, Callable[..., Any]] = eager.CUDA_KERNELS
+    kernels: dict[str, Callable[..., Any]] = home.CUDA_KERNELS
     return kernels[op]
 
 

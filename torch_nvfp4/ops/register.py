@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import format as formats
-from . import autocast, autograd, cpu, cuda, fake, layer, routing, validation
+from . import autocast, autograd, cpu, cuda, fake, layer, observe, routing, validation
 from .schemas import LIBRARY, NAMESPACE, SCHEMAS
 
 _GROUPED = (
@@ -62,8 +62,9 @@ def _dequantize(
 
 
 def _implement(op: str, kernel: Callable[..., Any], *keys: str) -> None:
+    run = _checked(op, kernel)
     for key in keys:
-        LIBRARY.impl(op, _checked(op, kernel), key)
+        LIBRARY.impl(op, run if op == "moe_lora" else observe.watched(op, run), key)  # a macro's ops are watched
 
 
 def register() -> None:
@@ -72,10 +73,12 @@ def register() -> None:
         if op != "moe_lora":  # a macro has no fake kernel: it is traced through
             torch.library.register_fake(f"{NAMESPACE}::{op}", _fake(op, getattr(fake, op)), lib=LIBRARY)
 
-    for key, check_finite in (("CPU", True), ("CUDA", False)):
-        _implement("quantize", _quantizer(formats.quantize, check_finite), key)
-        _implement("fake_quantize", _quantizer(formats.fake_quantize, check_finite), key)
-    _implement("dequantize", _dequantize, "CPU", "CUDA")
+    kernels = {"dequantize": (_dequantize, _dequantize)}
+    for op, run in (("quantize", formats.quantize), ("fake_quantize", formats.fake_quantize)):
+        kernels[op] = (_quantizer(run, check_finite=True), _quantizer(run, check_finite=False))
+    for op, (on_cpu, otherwise) in kernels.items():
+        _implement(op, on_cpu, "CPU")
+        _implement(op, cuda.launcher(op, otherwise), "CUDA")
     _implement("moe_route", routing.moe_route, "CPU")
     _implement("moe_route", cuda.launcher("moe_route", routing.moe_route), "CUDA")
     for op in _GROUPED:

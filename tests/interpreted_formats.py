@@ -1,0 +1,116 @@
+"""Runs the CUDA kernels of quantise, fake-quantise and dequantise under Triton's interpreter, against `format.py`.
+
+A program of its own, like `interpreted_kernels.py`, whose mended interpreter it uses. The interpreter divides exactly
+whatever the kernel asks for: that the division is exact on a GPU too is asserted on PTX (`test_kernels_aot.py`).
+"""
+
+from interpreted_kernels import use_cpu_tensors  # isort: skip  (it chooses the interpreter)
+
+import warnings
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from strategies import STRIDES, strided
+from torch import Tensor
+
+from torch_nvfp4 import format as formats
+from torch_nvfp4.format import FORMATS
+from torch_nvfp4.lowering import pack
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_values(got: Tensor, wanted: Tensor) -> bool:
+    """The same bits; any NaN is as good as another."""
+    assert (got.dtype, got.shape, got.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
+    numbers = ~wanted.isnan() if wanted.dtype in DTYPES else torch.ones(wanted.shape, dtype=torch.bool)
+    bits = BITS[wanted.element_size()]
+    same_nan = wanted.dtype not in DTYPES or torch.equal(got.isnan(), wanted.isnan())
+    return same_nan and torch.equal(got.view(bits)[numbers], wanted.view(bits)[numbers])
+
+
+@st.composite
+def inputs(draw: st.DrawFn, dtype: torch.dtype, fmt: str) -> tuple[Tensor, Tensor | None]:
+    """Values of any magnitude, ties, subnormals, both zeros and non-finite ones; global scales of every kind."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    e, n, blocks = draw(st.integers(0, 3)), 2 * draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shape = (e, n, blocks * FORMATS[fmt].block_size)
+    kind = draw(st.sampled_from(("bits", "spread", "ties", "zeros")))
+    if kind == "bits":  # every pattern of the dtype, NaN and infinity among them
+        size = torch.empty(0, dtype=dtype).element_size()
+        x = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), generator=generator, dtype=torch.uint8).view(dtype)
+    else:
+        x = torch.randn(shape, generator=generator)
+        if kind == "spread":
+            x = x * torch.exp2(torch.randint(-20, 20, shape, generator=generator).float())
+        if kind == "ties":
+            x = torch.randint(-24, 25, shape, generator=generator) * 0.25
+        if kind == "zeros":
+            x = x * torch.randint(-1, 2, (*shape[:-1], 1), generator=generator)
+        x = (x * 2.0 ** draw(st.integers(-140, 100))).to(dtype)
+    x = strided(x, draw(st.sampled_from(STRIDES)))
+    if fmt == "mxfp4" or draw(st.booleans()):
+        return x, None
+    halves = draw(st.sampled_from((None, 1, 2)))
+    scale = torch.rand(() if halves is None else (e, halves), generator=generator)
+    hostile = st.sampled_from((1.0, 1e-3, 2.0**-20, 1e-40, 0.0, -1.0, float("nan"), float("inf")))
+    return x, scale * draw(hostile)
+
+
+def check(x: Tensor, global_scale: Tensor | None, fmt: str) -> None:
+    wanted = formats.quantize(x, global_scale, fmt, check_finite=False)
+    for name, got, expected in zip(
+        ("codes", "scales", "global"), pack.quantize(x, global_scale, format=fmt), wanted, strict=True
+    ):
+        assert same_values(got, expected), name
+    fake = formats.fake_quantize(x, global_scale, fmt, check_finite=False)
+    assert same_values(pack.fake_quantize(x, global_scale, format=fmt), fake)
+    codes, scales, used = (strided(part, "sliced") for part in wanted)
+    for dtype in DTYPES:
+        expected = formats.dequantize(*wanted, dtype)
+        assert same_values(pack.dequantize(codes, scales, used, dtype=dtype), expected), dtype
+
+
+def check_drawn(dtype: torch.dtype, fmt: str) -> None:
+    @settings(max_examples=25)
+    @given(inputs(dtype, fmt))
+    @example((torch.zeros(0, 2, 32, dtype=dtype), None))
+    def run(drawn: tuple[Tensor, Tensor | None]) -> None:
+        check(*drawn, fmt)
+
+    run()
+
+
+def check_every_byte(fmt: str) -> None:
+    """Every byte of codes under every scale byte."""
+    size = FORMATS[fmt].block_size // 2
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    scales = torch.arange(256, dtype=torch.uint8).unsqueeze(1).repeat(1, 256 // size)
+    scales = scales.view(FORMATS[fmt].scale_dtype)
+    for scale in (1.0, 0.0123) if fmt == "nvfp4" else (1.0,):
+        expected = formats.dequantize(codes, scales, torch.tensor(scale), torch.float32)
+        assert same_values(pack.dequantize(codes, scales, torch.tensor(scale), dtype=torch.float32), expected)
+
+
+def check_large() -> None:
+    """More than one program, the last of them partly used."""
+    x = torch.randn(70, 176, dtype=torch.float32)
+    check(x, None, "nvfp4")
+    check(torch.randn(3, 70, 96), torch.rand(3, 2), "nvfp4")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    settings.register_profile("here", deadline=None, derandomize=True, database=None)
+    settings.load_profile("here")
+    use_cpu_tensors()
+    check_large()
+    for name in FORMATS:
+        check_every_byte(name)
+        for kind in DTYPES:
+            check_drawn(kind, name)
+            print(f"{name} {kind} ok", flush=True)
+    print("all agree")
