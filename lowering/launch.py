@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from torch_nvfp4.ops import observe
+
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 COLUMN_PAD = 128
 """Rows of `split_columns` layout are padded to a multiple of this, so that a tile never straddles the two halves."""
@@ -46,8 +48,15 @@ def as_bytes(scales: Tensor) -> Tensor:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
-    """Run a kernel on the tensor's own device and that device's current stream; an empty grid is no launch."""
+    """Run a kernel on the tensor's own device and that device's current stream; an empty grid is no launch.
+
+    Tensors on "meta" make a dry run: the observer learns of the launch, and nothing runs.
+    """
     if not all(grid):
+        return
+    if observe.current is not None:
+        observe.current.launch(kernel, args, options)
+    if device.type == "meta":
         return
     if device.index == torch.cuda.current_device():
         kernel[grid](*args, **options)

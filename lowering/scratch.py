@@ -7,12 +7,15 @@ buffers may be freed or used at once on the caller's stream, and a CUDA graph ca
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+from torch_nvfp4.ops import observe
 
 from . import configs
 from .kernels import scratch as kernels
@@ -59,8 +62,20 @@ def slices(e: int, width: int, depth: int, itemsize: int, tile: int) -> Iterator
 _side_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
-def _lanes(device: torch.device) -> list[torch.cuda.Stream]:
+class _DryLane:
+    """A lane of a dry run (see `launch`)."""
+
+    def wait_stream(self, other: "Lane") -> None:
+        pass
+
+
+Lane = torch.cuda.Stream | _DryLane
+
+
+def _lanes(device: torch.device) -> list[Any]:
     """The caller's stream and one that belongs to it alone."""
+    if device.type == "meta":
+        return [_DryLane() for _ in range(LANES)]
     current = torch.cuda.current_stream(device)
     key = (current.device_index, current.cuda_stream)
     if key not in _side_streams:
@@ -91,7 +106,7 @@ def product(
     dtype = TRITON_DTYPE[x.dtype]
     tile_rows, tile_bytes, _ = configs.DECODE_TILE
     block = [config.depth, config.outputs] if transposed else [config.outputs, config.depth]
-    with torch.cuda.device(x.device):
+    with _device_of(lanes[0]):
         for i, part in enumerate(parts):
             stream, buffer = lanes[i % LANES], buffers[i % LANES]
             rows, columns = (n, part.columns) if transposed else (part.columns, c)
@@ -113,6 +128,10 @@ def product(
     return y
 
 
+def _device_of(lane: Lane) -> AbstractContextManager[Any]:
+    return nullcontext() if isinstance(lane, _DryLane) else torch.cuda.device(lane.device)
+
+
 class _Relaunched:
     """A kernel launched many times with arguments of one kind: looked up once, then launched without the look-up."""
 
@@ -120,7 +139,11 @@ class _Relaunched:
         self._kernel, self._warps = kernel, warps
         self._compiled: Any = None
 
-    def __call__(self, stream: torch.cuda.Stream, grid: tuple[int, int, int], *args: Any) -> None:
+    def __call__(self, stream: Lane, grid: tuple[int, int, int], *args: Any) -> None:
+        if observe.current is not None:
+            observe.current.launch(self._kernel, args, {"num_warps": self._warps})
+        if isinstance(stream, _DryLane):
+            return
         if self._compiled is None:
             with torch.cuda.stream(stream):
                 self._compiled = self._kernel[grid](*args, num_warps=self._warps)

@@ -6,7 +6,7 @@ imports the counter, which is before any counter can be made.
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -48,12 +48,24 @@ def _glu_linear(pre: Any, topk_weights: Any, rows: Any, offsets: Any, codes: Any
     return _projection_flops(pre[0], codes, lora_a)
 
 
-_FORMULAS = {
+_FORMULAS: dict[Any, Callable[..., int]] = {
     _OPS.grouped_lora_linear: _linear,
     _OPS.grouped_lora_dgrad: _dgrad,
     _OPS.grouped_lora_wgrad: _wgrad,
     _OPS.glu_grouped_lora_linear: _glu_linear,
 }
+
+
+def of_call(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """FLOPs of one call of an op, from its arguments as they are; 0 for an op without products."""
+    formula = next((f for packet, f in _FORMULAS.items() if packet.__name__ == op), None)
+
+    def shape(value: Any) -> Any:
+        return value.shape if isinstance(value, torch.Tensor) else value
+
+    if formula is None:
+        return 0
+    return formula(*map(shape, args), **{name: shape(value) for name, value in kwargs.items()})
 
 
 def _add_to(counter: ModuleType) -> None:
