@@ -4,6 +4,8 @@ Importing this package registers `torch.ops.nvfp4.*`. It imports neither triton,
 """
 
 from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 if _find_spec("torch_nvfp4.lowering") is None:
     raise ImportError(
@@ -14,6 +16,9 @@ from .format import MXFP4, NVFP4, Format
 from .lora import LoRASummary, add_lora, disable_adapters, load_adapter, save_adapter
 from .nn import NVFP4Experts, NVFP4Linear
 from .ops import SAVE_OPS
+
+if _TYPE_CHECKING:
+    from ._explain.run import explain
 
 __version__ = "0.1.0"
 
@@ -27,6 +32,15 @@ __all__ = [
     "NVFP4Linear",
     "add_lora",
     "disable_adapters",
+    "explain",
     "load_adapter",
     "save_adapter",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "explain":
+        from ._explain.run import explain
+
+        return explain
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
