@@ -7,11 +7,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
+import torch
 import typer
 
+from torch_nvfp4._explain.model_config import ConfigError, read_sizes
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, Interrupted
+from torch_nvfp4.train.device import inspect_machine
 
 app = typer.Typer(
     name="torch-nvfp4",
@@ -41,7 +44,7 @@ def _exit_code(run: Callable[[], int], stopped: str) -> int:
     """What `run` returns; what can end it early becomes one line and an exit code (`stopped`: Ctrl-C elsewhere)."""
     try:
         return run()
-    except FinetuneError as e:
+    except (FinetuneError, ConfigError) as e:
         return fail(str(e))
     except Interrupted as e:
         return fail(str(e), 128 + e.signum)
@@ -99,3 +102,81 @@ def _demo(
     except ModuleNotFoundError as e:
         return fail(f"{e.name} is not installed: pip install 'torch-nvfp4[demo]'")
     return _exit_code(lambda: run_demo(output, seed=seed), "stopped")
+
+
+_ModelConfig = Annotated[Path, typer.Option(help="A model's config.json, or the folder that holds it.")]
+_Rank = Annotated[int, typer.Option(min=0, help="LoRA rank of the experts; 0: no adapters.")]
+_Format = Annotated[Literal["nvfp4", "mxfp4"], typer.Option(help="Format of the packed experts.")]
+_Dtype = Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of the activations.")]
+
+
+@app.command("tune")
+def _tune(
+    model_config: _ModelConfig,
+    tokens: Annotated[
+        str,
+        typer.Option(help="Token counts, such as 1,512; left out: what meets every kernel that T up to 32768 needs."),
+    ] = "",
+    rank: _Rank = 16,
+    format: _Format = "nvfp4",
+    dtype: _Dtype = "bfloat16",
+    compile: Annotated[bool, typer.Option(help="Compile the layer's graph too.")] = True,
+) -> int:
+    """Compile every kernel that a model's MoE layers need, before its first step does; needs a GPU."""
+
+    def run() -> int:
+        from torch_nvfp4._explain.keys import representative_tokens
+        from torch_nvfp4._explain.warm import warm
+
+        sizes = read_sizes(model_config, rank=rank, format=format, dtype=getattr(torch, dtype))
+        counts = _token_counts(tokens) if tokens else representative_tokens(sizes)
+        reason = _no_gpu()
+        if reason:
+            return fail(f"tune compiles kernels for a GPU, and {reason}")
+        warm(sizes, counts, print, compile=compile)
+        return 0
+
+    return _exit_code(run, "stopped: what is compiled stays in the caches")
+
+
+@app.command("explain")
+def _explain(
+    model_config: _ModelConfig,
+    tokens: Annotated[int, typer.Option(min=1, help="T, the tokens of one call.")] = 512,
+    rank: _Rank = 16,
+    format: _Format = "nvfp4",
+    dtype: _Dtype = "bfloat16",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the layer runs.")] = "auto",
+    compile: Annotated[bool, typer.Option(help="Run it under torch.compile.")] = False,
+) -> int:
+    """Run one MoE layer of a model's sizes and say which path each op took, and what it cost."""
+
+    def run() -> int:
+        from torch_nvfp4 import explain
+
+        sizes = read_sizes(model_config, rank=rank, format=format, dtype=getattr(torch, dtype))
+        reason = _no_gpu()
+        if device == "cuda" and reason:
+            return fail(f"--device cuda: {reason}")
+        where = "cpu" if device == "cpu" or reason else "cuda"
+        experts = sizes.experts(where)
+        layer = torch.compile(experts, fullgraph=True) if compile else experts
+        print(explain(layer, *sizes.inputs(tokens, where)))
+        return 0
+
+    return _exit_code(run, "stopped")
+
+
+def _token_counts(text: str) -> list[int]:
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise ConfigError(f"--tokens is {text!r}: give whole numbers above 0, such as 1,512")
+    return sorted({int(word) for word in words})
+
+
+def _no_gpu() -> str:
+    """Why no kernel can run on a GPU here, or ""."""
+    machine = inspect_machine()
+    if not machine.cuda_usable:
+        return "torch finds none here that it can use"
+    return "" if machine.kernels else "the CUDA kernels of this version are not released"
