@@ -14,7 +14,6 @@ Run: `python benchmarks/moe_layer.py [--cases NAME …] [--only ROW …] [--out 
 import argparse
 import datetime
 import gc
-import importlib.metadata
 import json
 import shlex
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from moe_cases import CASES, RESULTS, Case, Inputs
 from report import BAR, OURS, case_lines
 from torch import Tensor
@@ -207,7 +207,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     result: dict[str, Any] = dict(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(), device=card.name,
-        versions={"torch": torch.__version__, "triton": importlib.metadata.version("triton")},
+        versions={"torch": torch.__version__, "triton": triton.__version__},
         command=shlex.join(["python", "benchmarks/moe_layer.py", *sys.argv[1:]]),
         matmul_tflops=card.flops / 1e12, copy_gbytes=card.bandwidth / 1e9, repeats=repeats, cases=[],
     )  # fmt: skip

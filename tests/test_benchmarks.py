@@ -99,4 +99,4 @@ def test_benchmark_on_one_token(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert len(result["cases"][0]["results"]) == 7
-    assert "qwen3-30b-a3b-1" in report(result, tmp_path)
+    assert "qwen3-30b-a3b-1" in report(result, tmp_path, "--plot", "none")

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 import torch_nvfp4
-from torch_nvfp4._explain.card import Card
 from torch_nvfp4.ops import cuda, observe
 
 E, H, I, T, K, R = 4, 64, 32, 16, 2, 4
-CARD = Card("made-up card", flops=1e12, bandwidth=1e12)
+CARD = torch_nvfp4.Card("made-up card", flops=1e12, bandwidth=1e12)
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +35,7 @@ def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Ten
 def test_eager_on_a_cpu() -> None:
     layer, (x, ids, weights) = experts(), inputs()
     told = torch_nvfp4.explain(layer, x, ids, weights, card=CARD)
+    assert isinstance(told, torch_nvfp4.Explanation)
     assert (told.device, told.compiled, told.backward, told.layers, told.kernels) == ("CPU", False, True, 1, {})
     calls = {op.op: op.calls for op in told.ops if op.op != "plain torch"}
     assert calls == {

@@ -3,6 +3,7 @@
 Importing this package registers `torch.ops.nvfp4.*`. It imports neither triton, Inductor nor transformers.
 """
 
+from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -18,6 +19,8 @@ from .nn import NVFP4Experts, NVFP4Linear
 from .ops import SAVE_OPS
 
 if _TYPE_CHECKING:
+    from ._explain.card import Card
+    from ._explain.report import Explanation
     from ._explain.run import explain
 
 __version__ = "0.1.0"
@@ -26,6 +29,8 @@ __all__ = [
     "MXFP4",
     "NVFP4",
     "SAVE_OPS",
+    "Card",
+    "Explanation",
     "Format",
     "LoRASummary",
     "NVFP4Experts",
@@ -38,9 +43,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> _Any:
-    if name == "explain":
-        from ._explain.run import explain
+_LAZY = {"Card": "card", "Explanation": "report", "explain": "run"}
 
-        return explain
+
+def __getattr__(name: str) -> _Any:
+    if name in _LAZY:
+        return getattr(_import_module(f"torch_nvfp4._explain.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ class _Session:
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
     has_backward: bool = False
+    grads: list[Tensor] = field(default_factory=list)
 
     def run(self) -> None:
         """Forward, and backward to every leaf that the outputs depend on."""
@@ -102,7 +103,9 @@ class _Session:
         leaves = list(_leaves(outputs))
         self.has_backward = bool(leaves)
         if leaves:
-            torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
+            if [t.shape for t in self.grads] != [out.shape for out in outputs]:
+                self.grads = [torch.ones_like(out) for out in outputs]  # once, as it is not the function's own launch
+            torch.autograd.grad(outputs, leaves, self.grads, allow_unused=True)
 
     def watched(self) -> tuple[Watch, list[str]]:
         """What ran, and the source of what was compiled for it."""
@@ -134,7 +137,10 @@ class _Session:
         with torch.profiler.profile(activities=activities) as profiler, observe.observing(watch):
             self.run()
             torch.cuda.synchronize()
-        on_card = (e.name for e in profiler.events() if e.device_type.name == "CUDA")
+        on_card = (
+            event.name for event in profiler.events()
+            if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+        )  # fmt: skip
         return watch, dict(Counter(on_card).most_common())
 
     def _tensors(self) -> Iterator[Tensor]:
