@@ -59,26 +59,26 @@ class Grads(NamedTuple):
 
 def linear_backward(
     gy: Tensor, x: Tensor | None, rows: Tensor | None, offsets: Tensor, u: Tensor | None, top_k: int,
-    p: Projection, needs: Needs,
+    p: Projection, needs: Needs, ops: Any = _OPS,
 ) -> Grads:  # fmt: skip
     """Gradients of `grouped_lora_linear` for gy `[M, N]`; `input` is still on the M-row side: `[M, C]`."""
     gx = ga = gb = gbias = None
     if needs.input or needs.lora_a:
-        gx_M, v = _OPS.grouped_lora_dgrad(gy, None, offsets, *p.weight, scaling=p.scaling, need_gx=needs.input)
+        gx_M, v = ops.grouped_lora_dgrad(gy, None, offsets, *p.weight, scaling=p.scaling, need_gx=needs.input)
         gx = gx_M if needs.input else None
         if needs.lora_a and p.lora_a is not None:
-            ga = _OPS.grouped_lora_wgrad(v, None, x, rows, offsets, dtype=p.lora_a.dtype, top_k=top_k)
+            ga = ops.grouped_lora_wgrad(v, None, x, rows, offsets, dtype=p.lora_a.dtype, top_k=top_k)
     if needs.lora_b and p.lora_b is not None:
-        gb = _OPS.grouped_lora_wgrad(gy, None, u, None, offsets, dtype=p.lora_b.dtype)
+        gb = ops.grouped_lora_wgrad(gy, None, u, None, offsets, dtype=p.lora_b.dtype)
     if needs.bias and p.bias is not None:
         ones = gy.new_ones(gy.shape[0], 1)
-        gbias = _OPS.grouped_lora_wgrad(gy, None, ones, None, offsets, dtype=p.bias.dtype).squeeze(-1)
+        gbias = ops.grouped_lora_wgrad(gy, None, ones, None, offsets, dtype=p.bias.dtype).squeeze(-1)
     return Grads(gx, ga, gb, gbias)
 
 
 def glu_linear_backward(
     gy: Tensor, gy_rows: Tensor | None, pre: Tensor | None, topk_weights: Tensor, rows: Tensor, offsets: Tensor,
-    u: Tensor | None, p: Projection, needs: Needs, activation: dict[str, Any],
+    u: Tensor | None, p: Projection, needs: Needs, activation: dict[str, Any], ops: Any = _OPS,
 ) -> Grads:  # fmt: skip
     """Gradients of `glu_grouped_lora_linear`; gy is `[M, N]`, or `[T, N]` gathered by gy_rows.
 
@@ -89,18 +89,18 @@ def glu_linear_backward(
     gather = {"top_k": top_k} if gy_rows is not None else {}
     need_gh = needs.input or needs.topk_weights
     if need_gh or needs.lora_a:
-        gh, v = _OPS.grouped_lora_dgrad(gy, gy_rows, offsets, *p.weight, scaling=p.scaling, need_gx=need_gh, **gather)
-        gpre, h, gw = _OPS.glu_backward(
+        gh, v = ops.grouped_lora_dgrad(gy, gy_rows, offsets, *p.weight, scaling=p.scaling, need_gx=need_gh, **gather)
+        gpre, h, gw = ops.glu_backward(
             pre, topk_weights, gh if need_gh else None, rows, offsets, gy, gy_rows, p.bias, **activation,
             need_gpre=needs.input, need_h=needs.lora_a, need_gw=needs.topk_weights,
         )  # fmt: skip
         if needs.lora_a and p.lora_a is not None:
-            ga = _OPS.grouped_lora_wgrad(v, None, h, None, offsets, dtype=p.lora_a.dtype)
+            ga = ops.grouped_lora_wgrad(v, None, h, None, offsets, dtype=p.lora_a.dtype)
     if needs.lora_b and p.lora_b is not None:
-        gb = _OPS.grouped_lora_wgrad(gy, gy_rows, u, None, offsets, dtype=p.lora_b.dtype, **gather)
+        gb = ops.grouped_lora_wgrad(gy, gy_rows, u, None, offsets, dtype=p.lora_b.dtype, **gather)
     if needs.bias and p.bias is not None:
         router = topk_weights.reshape(-1, 1).index_select(0, rows)
-        gbias = _OPS.grouped_lora_wgrad(gy, gy_rows, router, None, offsets, dtype=p.bias.dtype, **gather).squeeze(-1)
+        gbias = ops.grouped_lora_wgrad(gy, gy_rows, router, None, offsets, dtype=p.bias.dtype, **gather).squeeze(-1)
     return Grads(gpre if needs.input else None, ga, gb, gbias, gw if needs.topk_weights else None)
 
 

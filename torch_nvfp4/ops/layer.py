@@ -9,17 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import (
-    FirstOrderFunction,
-    Needs,
-    Projection,
-    glu_linear_backward,
-    linear_backward,
-    wants_grad,
-)
+from .autograd import FirstOrderFunction, Needs, Projection, glu_linear_backward, linear_backward, wants_grad
+from .direct import small_ops
 from .routing import combine
-
-_OPS = torch.ops.nvfp4
 
 
 class LayerOptions(NamedTuple):
@@ -71,13 +63,13 @@ class LayerResult(NamedTuple):
 
 def forward(t: LayerTensors, options: LayerOptions) -> LayerResult:
     """Route, gate_up, activation × router weight × down, combine: the layer as a chain of small ops."""
-    top_k = t.topk_ids.shape[1]
-    rows, inverse, offsets = _OPS.moe_route(t.topk_ids, t.gate_up_codes.shape[0])
-    pre, gate_up_u = _OPS.grouped_lora_linear(
+    ops, top_k = small_ops(t), t.topk_ids.shape[1]
+    rows, inverse, offsets = ops.moe_route(t.topk_ids, t.gate_up_codes.shape[0])
+    pre, gate_up_u = ops.grouped_lora_linear(
         t.x, rows, offsets, t.gate_up_codes, t.gate_up_scales, t.gate_up_global_scale,
         t.gate_up_lora_a, t.gate_up_lora_b, t.gate_up_bias, scaling=options.gate_up_scaling, top_k=top_k,
     )  # fmt: skip
-    y, down_u = _OPS.glu_grouped_lora_linear(
+    y, down_u = ops.glu_grouped_lora_linear(
         pre, t.topk_weights, rows, offsets, t.down_codes, t.down_scales, t.down_global_scale,
         t.down_lora_a, t.down_lora_b, t.down_bias, scaling=options.down_scaling, **options.glu,
     )  # fmt: skip
@@ -152,16 +144,16 @@ def _backward(
     grad_out: Tensor, saved: dict[str, Tensor], options: LayerOptions, needs: LayerNeeds
 ) -> tuple[Tensor | None, ...]:
     rows, offsets, topk_weights = saved["rows"], saved["offsets"], saved["topk_weights"]
-    top_k = topk_weights.shape[1]
+    ops, top_k = small_ops((grad_out, *saved.values())), topk_weights.shape[1]
     down = glu_linear_backward(
         grad_out, rows, saved["pre"], topk_weights, rows, offsets, saved["down_u"],
-        _projection(saved, "down", options.down_scaling), needs.down, options.glu,
+        _projection(saved, "down", options.down_scaling), needs.down, options.glu, ops,
     )  # fmt: skip
     gx = ga = gb = gbias = None
     if down.input is not None:
         gate_up = linear_backward(
             down.input, saved["x"], rows, offsets, saved["gate_up_u"], top_k,
-            _projection(saved, "gate_up", options.gate_up_scaling), needs.gate_up,
+            _projection(saved, "gate_up", options.gate_up_scaling), needs.gate_up, ops,
         )  # fmt: skip
         gx, ga, gb, gbias = gate_up.input, gate_up.lora_a, gate_up.lora_b, gate_up.bias
         if gx is not None:
@@ -193,4 +185,11 @@ def moe_lora(
     options = LayerOptions(gate_up_scaling, down_scaling, activation, limit)
     if wants_grad("moe_lora", tensors.differentiable):
         return _Layer.apply(options, *tensors)
+    return _without_derivative(tensors, options)
+
+
+def _without_derivative(tensors: LayerTensors, options: LayerOptions) -> Tensor:
+    if any(t is not None and t.requires_grad for t in tensors):  # of a global scale, say: it never gets a gradient
+        with torch.no_grad():
+            return forward(tensors, options).out
     return forward(tensors, options).out

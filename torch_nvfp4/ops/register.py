@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import format as formats
-from . import autocast, autograd, cpu, cuda, fake, layer, observe, routing, validation
+from . import autocast, autograd, cpu, cuda, direct, fake, layer, observe, routing, validation
 from .schemas import LIBRARY, NAMESPACE, SCHEMAS
 
 _GROUPED = (
@@ -73,17 +73,17 @@ def register() -> None:
         if op != "moe_lora":  # a macro has no fake kernel: it is traced through
             torch.library.register_fake(f"{NAMESPACE}::{op}", _fake(op, getattr(fake, op)), lib=LIBRARY)
 
-    kernels = {"dequantize": (_dequantize, _dequantize)}
     for op, run in (("quantize", formats.quantize), ("fake_quantize", formats.fake_quantize)):
-        kernels[op] = (_quantizer(run, check_finite=True), _quantizer(run, check_finite=False))
-    for op, (on_cpu, otherwise) in kernels.items():
-        _implement(op, on_cpu, "CPU")
-        _implement(op, cuda.launcher(op, otherwise), "CUDA")
-    _implement("moe_route", routing.moe_route, "CPU")
-    _implement("moe_route", cuda.launcher("moe_route", routing.moe_route), "CUDA")
-    for op in _GROUPED:
-        _implement(op, getattr(cpu, op), "CPU")
-        _implement(op, cuda.launcher(op), "CUDA")
+        _implement(op, _quantizer(run, check_finite=True), "CPU")
+        _implement(op, cuda.launcher(op, _quantizer(run, check_finite=False)), "CUDA")
+    _implement("dequantize", _dequantize, "CPU")
+    _implement("dequantize", cuda.launcher("dequantize", _dequantize), "CUDA")
+    kernels = {op: (getattr(cpu, op), cuda.launcher(op)) for op in _GROUPED}
+    kernels["moe_route"] = (routing.moe_route, cuda.launcher("moe_route", routing.moe_route))
+    for op, on_devices in kernels.items():
+        for key, kernel in zip(("CPU", "CUDA"), on_devices, strict=True):
+            _implement(op, kernel, key)
+            direct.add(op, key.lower(), kernel)
     _implement("moe_lora", layer.moe_lora, "CompositeImplicitAutograd")
 
     for op in ("grouped_lora_linear", "glu_grouped_lora_linear", "fake_quantize"):

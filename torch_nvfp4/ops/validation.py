@@ -31,11 +31,27 @@ _DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 _BLOCK = {f.scale_dtype: f.block_size for f in FORMATS.values()}
 
 
-class Rule(NamedTuple):
+class Size(NamedTuple):
+    """One dim of a shape: a letter alone, or twice it, a half of it, or a block's share of it ("2I", "C/2", "C/B")."""
+
+    text: str
+    letter: str
+    part: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Size":
+        if text[-2:] in ("/2", "/B"):
+            return cls(text, text[:-2], text[-2:])
+        return cls(text, text[1:], "2") if text.startswith("2") else cls(text, text, "")
+
+
+class Rule:
     """What one argument must be: a key of `_DTYPES`, and its shape as space-separated letters."""
 
-    kind: str
-    shape: str
+    def __init__(self, kind: str, shape: str) -> None:
+        self.dtypes = _DTYPES[kind]
+        self.sizes = tuple(map(Size.parse, shape.split()))
+        self.letters = f"[{', '.join(shape.split())}]"
 
 
 def _weight(prefix: str, n: str, c: str) -> dict[str, Rule]:
@@ -127,6 +143,20 @@ _TOKEN_SIDE: dict[str, tuple[tuple[str, str], ...]] = {
     "glu_backward": (("topk_weights", "rows"), ("gy", "gy_rows")),
 }
 
+_NO_RULES: dict[str, Rule] = {}
+
+
+def _pairs(last: str, other: str) -> dict[str, tuple[tuple[str, str], ...]]:
+    """op -> its arguments that end in `last`, each with the one that ends in `other` instead."""
+    return {
+        op: tuple((name, name.removesuffix(last) + other) for name in rules if name.endswith(last))
+        for op, rules in RULES.items()
+    }
+
+
+_FACTOR_PAIRS = _pairs("lora_a", "lora_b")
+_WEIGHTS = _pairs("global_scale", "codes")
+
 
 def is_gated(activation: str) -> bool:
     """Whether the first projection has gate and up halves (every activation but relu2)."""
@@ -141,20 +171,19 @@ def check(op: str, arguments: Mapping[str, Any]) -> None:
     """
     activation = arguments.get("activation", "silu")
     _check_options(op, arguments, activation)
-    table = op if is_gated(activation) else f"{op}:plain"
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}
-    first: tuple[str, Tensor] | None = None
-    for name, rule in RULES.get(table, {}).items():
+    first: tuple[str, torch.device] | None = None
+    for name, rule in RULES.get(op if is_gated(activation) else f"{op}:plain", _NO_RULES).items():
         tensor = arguments.get(name)
         if tensor is None:
             continue
-        if tensor.dtype not in _DTYPES[rule.kind]:
-            raise TypeError(f"{op}: {name} must be {_names(_DTYPES[rule.kind])}, got {_names((tensor.dtype,))}")
+        if tensor.dtype not in rule.dtypes:
+            raise TypeError(f"{op}: {name} must be {_names(rule.dtypes)}, got {_names((tensor.dtype,))}")
         if first is None:
-            first = (name, tensor)
-        elif tensor.device != first[1].device:
-            raise ValueError(f"{op}: {name} is on {tensor.device}, but {first[0]} is on {first[1].device}")
+            first = (name, tensor.device)
+        elif tensor.device != first[1]:
+            raise ValueError(f"{op}: {name} is on {tensor.device}, but {first[0]} is on {first[1]}")
         _bind_shape(op, name, tensor, rule, sizes, bound_by)
     _check_pairs(op, arguments)
     _check_routing(op, arguments, sizes)
@@ -187,46 +216,42 @@ def _check_options(op: str, arguments: Mapping[str, Any], activation: str) -> No
 def _bind_shape(
     op: str, name: str, tensor: Tensor, rule: Rule, sizes: dict[str, int], bound_by: dict[str, str]
 ) -> None:
-    letters = f"[{', '.join(rule.shape.split())}]"
-    if tensor.dim() != len(rule.shape.split()):
-        raise ValueError(f"{op}: {name} must be {letters}, got {list(tensor.shape)}")
-    for token, size in zip(rule.shape.split(), tensor.shape, strict=True):
-        if token == "S":  # gate_up and down may differ in S, so it is checked but not bound
+    shape = tensor.shape
+    if len(shape) != len(rule.sizes):
+        raise ValueError(f"{op}: {name} must be {rule.letters}, got {list(shape)}")
+    for (text, letter, part), size in zip(rule.sizes, shape, strict=True):
+        if part == "/2":
+            size = size * 2
+        elif part == "/B":
+            size = size * _BLOCK[tensor.dtype]
+        elif part == "2":
+            if size % 2 != 0:
+                raise ValueError(f"{op}: {name} must have an even {text} (gate and up), got {size}")
+            size = size // 2
+        elif letter == "S":  # gate_up and down may differ in S, so it is checked but not bound
             if size != 1 and size != 2:
-                raise ValueError(f"{op}: {name} must be {letters} with S = 1 or 2, got S = {size}")
+                raise ValueError(f"{op}: {name} must be {rule.letters} with S = 1 or 2, got S = {size}")
             continue
-        if token.startswith("2") and size % 2 != 0:
-            raise ValueError(f"{op}: {name} must have an even {token} (gate and up), got {size}")
-        letter, value = _letter_and_size(token, size, tensor)
         if letter not in sizes:
-            sizes[letter] = value
+            sizes[letter] = size
             bound_by[letter] = name
-        elif sizes[letter] != value:
+        elif sizes[letter] != size:
             raise ValueError(
-                f"{op}: {name} has {letter} = {value}, but {bound_by[letter]} has {letter} = {sizes[letter]} "
-                f"({name} must be {letters}, got {list(tensor.shape)})"
+                f"{op}: {name} has {letter} = {size}, but {bound_by[letter]} has {letter} = {sizes[letter]} "
+                f"({name} must be {rule.letters}, got {list(shape)})"
             )
-
-
-def _letter_and_size(token: str, size: int, tensor: Tensor) -> tuple[str, int]:
-    if token.endswith("/2"):
-        return token[:-2], size * 2
-    if token.endswith("/B"):
-        return token[:-2], size * _BLOCK[tensor.dtype]
-    return (token[1:], size // 2) if token.startswith("2") else (token, size)
 
 
 def _check_pairs(op: str, arguments: Mapping[str, Any]) -> None:
     """LoRA factors come in pairs; a global scale per half needs two halves."""
-    for name in RULES.get(op, {}):
-        if name.endswith("lora_a"):
-            partner = name[:-1] + "b"
-            given = arguments.get(name) is not None
-            if given != (arguments.get(partner) is not None):
-                lone, missing = (name, partner) if given else (partner, name)
-                raise ValueError(f"{op}: {lone} is given without {missing}; LoRA needs both factors")
-        if name.endswith("global_scale") and arguments[name].shape[1] == 2:
-            n = arguments[name.replace("global_scale", "codes")].shape[1]
+    for name, partner in _FACTOR_PAIRS.get(op, ()):
+        given = arguments.get(name) is not None
+        if given != (arguments.get(partner) is not None):
+            lone, missing = (name, partner) if given else (partner, name)
+            raise ValueError(f"{op}: {lone} is given without {missing}; LoRA needs both factors")
+    for name, codes in _WEIGHTS.get(op, ()):
+        if arguments[name].shape[1] == 2:
+            n = arguments[codes].shape[1]
             if n % 2 != 0:
                 raise ValueError(f"{op}: {name} has S = 2, but N = {n} cannot be halved")
 
