@@ -17,6 +17,7 @@ _GROUPED = (
     "glu_grouped_lora_linear",
     "glu_backward",
 )
+_UNSUPPORTED = ("MPS", "XPU")
 
 
 def _checked(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,6 +86,10 @@ def register() -> None:
             _implement(op, kernel, key)
             direct.add(op, key.lower(), kernel)
     _implement("moe_lora", layer.moe_lora, "CompositeImplicitAutograd")
+    for op in SCHEMAS:
+        if op != "moe_lora":
+            for device in _UNSUPPORTED:
+                LIBRARY.impl(op, cuda.refusal(op, device), device)
 
     for op in ("grouped_lora_linear", "glu_grouped_lora_linear", "fake_quantize"):
         LIBRARY.impl(op, getattr(autograd, op), "Autograd")
