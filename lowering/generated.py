@@ -29,11 +29,11 @@ class GeneratedLaunch:
     """One call that generated code makes: of a kernel of its own, or of one from elsewhere (`is_extern`).
 
     ops: the operators it computes, such as "nvfp4.dequantize" and "aten.mul".
-    config: tile sizes, of a Triton template only.
+    constants: what a Triton template is compiled for; empty for others.
     """
 
     kernel: str
-    config: str
+    constants: dict[str, str]
     ops: tuple[str, ...]
     is_extern: bool
 
@@ -56,15 +56,14 @@ def launches(source: str) -> list[GeneratedLaunch]:
         if call is None or not (call[1] in kernels or "." in call[1]):
             continue
         if call[1] in kernels:
-            found.append(GeneratedLaunch(call[1], _config(call[1], kernels[call[1]]), ops, False))
+            found.append(GeneratedLaunch(call[1], _constants(call[1], kernels[call[1]]), ops, False))
         elif not call[1].startswith(("torch.ops.nvfp4.", "torch.ops.aten.view")):
-            found.append(GeneratedLaunch(call[1], "", ops, True))
+            found.append(GeneratedLaunch(call[1], {}, ops, True))
         ops = ()  # a comment is about the next call only; kernels for the CPU have none
     return found
 
 
-def _config(name: str, kernel: str) -> str:
+def _constants(name: str, kernel: str) -> dict[str, str]:
     if not name.startswith("triton_tem_"):
-        return ""
-    pairs = [(match[1] or match[3], match[2] or match[4]) for match in _TILE.finditer(kernel)]
-    return " ".join(f"{key}={value}" for key, value in dict(pairs).items())
+        return {}
+    return {match[1] or match[3]: match[2] or match[4] for match in _TILE.finditer(kernel)}

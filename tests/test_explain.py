@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 import torch_nvfp4
+from torch_nvfp4._explain.sort import observed_ops, plain_ops
+from torch_nvfp4._explain.watch import OpRun, PlainOps, Watch
 from torch_nvfp4.ops import cuda, observe
 
 E, H, I, T, K, R = 4, 64, 32, 16, 2, 4
@@ -150,8 +153,39 @@ def benchmark_compiled_module():
 """
     template, extern = launches(source)
     assert template.is_template and template.ops == ("nvfp4.grouped_lora_linear",)
-    assert template.config == "num_stages=3 num_warps=8 BLOCK_M=128"
+    assert template.constants == {"num_stages": "3", "num_warps": "8", "BLOCK_M": "128"}
     assert extern.is_extern and extern.kernel == "extern_kernels.addmm" and extern.ops == ("aten.mul", "aten.add")
+
+
+class Kernel:
+    """As much of a Triton kernel as an observer looks at."""
+
+    arg_names = ("x", "n", "odd", "TOKENS", "bias")
+    params = tuple(
+        SimpleNamespace(name=name, is_constexpr=name.isupper(), do_not_specialize=False) for name in arg_names
+    )
+
+    @staticmethod
+    def fn() -> None: ...
+
+
+def test_ops_that_generated_code_took() -> None:
+    from torch_nvfp4.lowering.generated import GeneratedLaunch
+
+    sizes, seen = Watch(), Watch()
+    sizes.runs = [OpRun("grouped_lora_linear", "cuda", 7, 11), OpRun("moe_route", "cuda", 0, 2)]
+    seen.runs = [OpRun("moe_route", "cuda", 0, 2)]
+    seen.launch(Kernel, (torch.ones(4), 32, 7, 16, None), {"num_warps": 4})
+    (launch,) = seen.loose
+    assert launch.config == "TOKENS=16 num_warps=4" and launch.nbytes == 16
+    assert dict(launch.integers) == {"n": "16", "odd": ""} and dict(launch.constants)["bias"] == "None"
+
+    made = GeneratedLaunch("triton_tem_fused_0", {"ROWS": "64", "E": "4"}, ("nvfp4.grouped_lora_linear",), False)
+    lowered, route = observed_ops(seen, sizes, [made], compiled=True)
+    assert (lowered.path, lowered.kernels, lowered.flops) == ("Inductor template", ("triton_tem_fused_0 ROWS=64",), 7)
+    assert (route.path, route.calls) == ("plain torch", 1)
+    (extern,) = plain_ops(seen, PlainOps(), compiled=True)
+    assert (extern.op, extern.nbytes, extern.launches) == ("fn", 0, 1)
 
 
 @pytest.mark.gpu

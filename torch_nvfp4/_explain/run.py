@@ -61,7 +61,7 @@ def explain(fn: Callable[..., Any], *inputs: Any, card: cards.Card | None = None
     kernels = kernels or dict(Counter([x.kernel for x in _all_launches(watch)] + [g.kernel for g in generated]))
     if compiled and not sources:
         notes.append("it was compiled before, so its generated code was not seen: call torch.compiler.reset() first")
-    ops = observed_ops(watch, sizes, generated, compiled) + plain_ops(watch, plain)
+    ops = observed_ops(watch, sizes, generated, compiled) + plain_ops(watch, plain, compiled)
     return Explanation(
         device=torch.cuda.get_device_name() if on_gpu else "CPU", compiled=compiled, backward=session.has_backward,
         layers=max(1, sum(run.op == "moe_route" for run in sizes.runs)), ops=tuple(ops), kernels=kernels, card=card,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .report import OpReport
-from .watch import Launch, OpRun, PlainOps, Watch
+from .watch import Launch, OpRun, PlainOps, Watch, tile_sizes
 
 _CPU = "the tensors are on the CPU; Triton kernels and templates need a CUDA device"
 _PLAIN = "no kernel of the library computes it"
@@ -49,19 +49,20 @@ def _path(run: OpRun, compiled: bool) -> tuple[str, str]:
 def _lowered(op: str, runs: list[OpRun], generated: Sequence[Any]) -> OpReport:
     launches = [g for g in generated if f"nvfp4.{op}" in g.ops or f"_{op}_" in g.kernel]
     template = any(g.is_template for g in launches)
-    kernels = tuple(f"{g.kernel} {g.config}".rstrip() for g in launches)
+    kernels = tuple(f"{g.kernel} {tile_sizes(g.constants)}".rstrip() for g in launches)
     path, why = "Inductor template" if template else "Inductor", "a lowering put it into generated code"
     return OpReport(op, path, why, len(runs), kernels, len(kernels), _sum(runs, "nbytes"), _sum(runs, "flops"))
 
 
-def plain_ops(watch: Watch, plain: PlainOps) -> list[OpReport]:
+def plain_ops(watch: Watch, plain: PlainOps, compiled: bool) -> list[OpReport]:
     """The library's launches outside its ops, and plain torch around them."""
+    # Generated code launches for ops, whose bytes are counted there.
+    why = "launched by generated code for an op above" if compiled else "part of a layer that is no op"
     reports = []
     for line, launches in _by_line(watch.loose).items():
-        name = launches[0].kernel
-        total = sum(launch.nbytes for launch in launches)
-        reports.append(OpReport(name, "Triton kernel", "part of a layer that is no op", len(launches), (line,),
-                                len(launches), total))  # fmt: skip
+        total = 0 if compiled else sum(launch.nbytes for launch in launches)
+        name, calls = launches[0].kernel, len(launches)
+        reports.append(OpReport(name, "Triton kernel", why, calls, (line,), calls, total))
     if plain.ops:
         names = ", ".join(f"{op.calls} x {name}" for name, op in plain.ops.items())
         calls, total = (sum(getattr(op, part) for op in plain.ops.values()) for part in ("calls", "nbytes"))

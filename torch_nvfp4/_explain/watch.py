@@ -15,8 +15,15 @@ from ..ops import flops
 
 _TILES = (
     "TOKENS", "OUTPUTS", "BYTES", "DEPTH", "STAGES", "ROWS", "COLUMNS", "NARROW", "WIDE", "SPLITS", "BLOCK",
-    "num_warps", "num_stages",
+    "BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages",
 )  # fmt: skip
+
+
+def tile_sizes(constants: Mapping[str, str]) -> str:
+    """Those of a kernel's constants that are tile sizes, for people."""
+    return " ".join(f"{name}={constants[name]}" for name in _TILES if name in constants)
+
+
 _STACKED = ("codes", "scales", "global_scale", "lora_a", "lora_b", "bias")
 
 
@@ -36,9 +43,7 @@ class Launch:
 
     @property
     def config(self) -> str:
-        """The tile sizes among the constants."""
-        values = dict(self.constants)
-        return " ".join(f"{name}={values[name]}" for name in _TILES if name in values)
+        return tile_sizes(dict(self.constants))
 
     @property
     def decodes_to_scratch(self) -> bool:
