@@ -27,10 +27,12 @@ def cuda_layers(draw: st.DrawFn, dtype: torch.dtype, fmt: str, tokens: tuple[int
     activation = draw(st.sampled_from(ACTIVATIONS))
     h, i = draw(st.sampled_from(SIZES[fmt]))
     rank = st.sampled_from((None, 1, 3, 5))
+    # The slope jumps at the limit, and in half precision values round to its other side: no gradient to compare.
+    limits = (None, 0.5) if dtype == F32 and activation in LIMITED_ACTIVATIONS else (None,)
     return make_layer(
         t=draw(st.sampled_from(tokens)), k=draw(st.sampled_from((1, 3))), e=draw(st.integers(1, 6)), h=h, i=i,
         ranks=(draw(rank), draw(rank)), activation=activation,
-        limit=draw(st.sampled_from((None, 0.5))) if activation in LIMITED_ACTIVATIONS else None,
+        limit=draw(st.sampled_from(limits)),
         dtype=dtype, lora_dtype=draw(st.sampled_from((F32, dtype))), weight_dtype=draw(st.sampled_from((F32, dtype))),
         id_dtype=draw(st.sampled_from((torch.int64, torch.int32, torch.int16))), bias=draw(st.booleans()),
         pattern=draw(st.sampled_from(ID_PATTERNS)), halves=draw(st.sampled_from((1, 2))), fmt=fmt,
@@ -84,7 +86,7 @@ LARGER = {
     "several row tiles an expert, ranks over one tile": dict(t=300, k=2, e=3, h=256, i=192, ranks=(17, 33)),
     "the largest tile, odd numbers of blocks": dict(t=700, k=1, e=2, h=160, i=96, ranks=(256, 2), bias=True),
     "more experts than a power of two": dict(t=200, k=4, e=130, h=96, i=64, pattern="sentinel"),
-    "rows of 2880": dict(t=33, k=2, e=2, h=2880, i=2880, bias=True, activation="swiglu_oai", limit=7.0),
+    "rows of 2880": dict(t=33, k=2, e=2, h=2880, i=2880, bias=True, activation="swiglu_oai"),
 }
 
 
@@ -92,6 +94,14 @@ LARGER = {
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_larger_tiles_match_float64(dtype: torch.dtype, sizes: dict[str, Any], poison: object) -> None:
     check_against_float64(make_layer(dtype=dtype, **sizes))
+
+
+@pytest.mark.parametrize("activation", LIMITED_ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_the_output_under_a_limit_matches_float64(dtype: torch.dtype, activation: str) -> None:
+    layer = make_layer(t=40, h=96, i=160, dtype=dtype, activation=activation, limit=0.5, bias=True)
+    got = on_cuda(layer).run().cpu()
+    assert_as_close_as_plain("output", got, plain(layer)[0], exact(layer)[0], dtype)
 
 
 SLICED = {

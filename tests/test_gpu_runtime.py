@@ -73,3 +73,18 @@ def test_saved_and_peak_memory_stay_small() -> None:
     gradients = sum(leaf.numel() * leaf.element_size() for leaf in layer.differentiable.values())
     rows = m * (2 * h + 4 * i) * 2
     assert torch.cuda.max_memory_allocated() - before < kept + gradients + rows
+
+
+def test_a_current_device_that_is_not_the_tensors(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a second card in truth; with one card alone, by a current device that only says to be another."""
+    grad = random_grad(layer)
+    wanted = run(layer, grad)
+    with monkeypatch.context() as patch:
+        if torch.cuda.device_count() > 1:
+            with torch.cuda.device(1):
+                got = run(layer, grad)
+        else:
+            patch.setattr(torch.cuda, "current_device", lambda: 1)
+            got = run(layer, grad)
+    for name, tensor in wanted.items():
+        assert got[name].device == tensor.device and torch.equal(got[name], tensor), name
