@@ -6,7 +6,6 @@ The kernels see a list of blocks: a row is a whole number of them, and a global 
 import math
 
 import torch
-import triton
 from torch import Tensor
 
 from torch_nvfp4 import format as formats
@@ -14,7 +13,7 @@ from torch_nvfp4.format import MXFP4, Format
 
 from .kernels import dequantize as dequantize_kernels
 from .kernels import quantize as quantize_kernels
-from .launch import as_bytes, launch
+from .launch import as_bytes, cdiv, launch
 
 ELEMENTS = 4096
 """Of one program."""
@@ -52,7 +51,7 @@ def dequantize(
     used = global_scale.to(torch.float32).contiguous()
     blocks, blocks_per_scale = _runs(used, shape, fmt)
     launch(
-        dequantize_kernels.dequantize, (triton.cdiv(blocks * fmt.block_size, ELEMENTS),), out.device,
+        dequantize_kernels.dequantize, (cdiv(blocks * fmt.block_size, ELEMENTS),), out.device,
         codes.contiguous(), as_bytes(scales), used, out, blocks, blocks_per_scale, **_constants(fmt),
     )  # fmt: skip
     return out
@@ -84,7 +83,7 @@ def _inputs(x: Tensor, global_scale: Tensor | None, format: str) -> tuple[Format
 def _computed_global_scale(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return x.new_ones(1, dtype=torch.float32)
-    programs = min(AMAX_PROGRAMS, triton.cdiv(x.numel(), ELEMENTS))
+    programs = min(AMAX_PROGRAMS, cdiv(x.numel(), ELEMENTS))
     partial = x.new_empty(programs, dtype=torch.int32)
     scale = x.new_empty(1, dtype=torch.float32)
     launch(
@@ -102,7 +101,7 @@ def _launch_quantize(
 ) -> None:
     blocks, blocks_per_scale = _runs(global_scale, x.shape, fmt)
     launch(
-        quantize_kernels.quantize, (triton.cdiv(x.numel(), ELEMENTS),), x.device,
+        quantize_kernels.quantize, (cdiv(x.numel(), ELEMENTS),), x.device,
         x, global_scale, codes, scales, out, blocks, blocks_per_scale, **_constants(fmt),
     )  # fmt: skip
 

@@ -1,13 +1,12 @@
 """Eager CUDA launchers at the two ends of a layer: slots to routed rows, and rows back to tokens."""
 
 import torch
-import triton
 from torch import Tensor
 
 from . import configs
 from .kernels import combine as combine_kernels
 from .kernels import route
-from .launch import check_dtype, launch, power_of_two, with_unit_stride
+from .launch import cdiv, check_dtype, launch, power_of_two, with_unit_stride
 
 
 def moe_route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -19,9 +18,9 @@ def moe_route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
         return rows, inverse, ids.new_zeros(num_experts, dtype=torch.int32)
     offsets = ids.new_empty(num_experts, dtype=torch.int32)
     bins = power_of_two(num_experts + 2, 16)
-    blocks = triton.cdiv(m, configs.ROUTE_BLOCK)
-    per_chunk = triton.cdiv(blocks, configs.ROUTE_CHUNKS)
-    chunks = triton.cdiv(blocks, per_chunk)
+    blocks = cdiv(m, configs.ROUTE_BLOCK)
+    per_chunk = cdiv(blocks, configs.ROUTE_CHUNKS)
+    chunks = cdiv(blocks, per_chunk)
     counts = ids.new_empty(chunks, bins, dtype=torch.int32)
     options = dict(E=num_experts, BINS=bins, BLOCK=configs.ROUTE_BLOCK, num_warps=8)
     launch(route.route_count, (chunks,), ids.device, ids, counts, m, per_chunk, **options)
@@ -39,7 +38,7 @@ def combine(rows_MN: Tensor, inverse_M: Tensor, top_k: int, dtype: torch.dtype) 
     tokens, width = inverse_M.shape[0] // top_k, rows_MN.shape[1]
     out = rows_MN.new_empty(tokens, width, dtype=dtype)
     columns = min(1024, power_of_two(width, 16))
-    splits = triton.cdiv(width, columns)
+    splits = cdiv(width, columns)
     launch(
         combine_kernels.combine, (tokens * splits,), out.device, rows_MN, rows_MN.stride(0), inverse_M, out, width,
         tokens, TOP_K=top_k, COLUMNS=columns, SPLITS=splits, num_warps=4,

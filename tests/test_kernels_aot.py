@@ -1,120 +1,107 @@
-"""The CUDA kernels without a GPU: every shipped tile compiles for every architecture and fits its shared memory."""
+"""The CUDA kernels without a GPU: every tile that a card can get compiles for it and fits its shared memory."""
 
 import re
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from ahead_of_time import SHARED_MEMORY, build, family, unsettled_products
 
-from torch_nvfp4.lowering import configs
-from torch_nvfp4.lowering.kernels import combine, glu, grouped_gemm, route, scratch, shrink, wgrad
+from torch_nvfp4.lowering import configs, pack
+from torch_nvfp4.lowering.kernels import combine, dequantize, glu, grouped_gemm, quantize, route, scratch, shrink, wgrad
+from torch_nvfp4.lowering.launch import TRITON_DTYPE, precision
 
-DATACENTER = {80: 164 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-CONSUMER = {89: configs.CONSUMER_SHARED_MEMORY, 120: configs.CONSUMER_SHARED_MEMORY}
-ARCHITECTURES = DATACENTER | CONSUMER
 SIZES = dict(E_POW2=128, C=2048, B=16, S=2, R=16, UNIT=128.0, DTYPE=tl.bfloat16, PRECISION=None)
-POINTERS = dict(
-    codes="*u8", scales="*u8", global_scale="*fp32", lora_a="*fp32", lora_b="*fp32", factor="*fp32", bias="*fp32",
-    offsets="*i32", slots="*i32", gy_slots="*i32", narrow_slots="*i32", wide_slots="*i32", slot_weights="*fp32",
-    rows="*i32", inverse="*i32", counts="*i32", ids="*i64", gw="*fp32", scaling="fp32",
-)  # fmt: skip
-ACTIVATIONS = ("x", "gy", "u", "v", "y", "gx", "pre", "gpre", "gh", "h", "out", "narrow", "wide")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MATRIX_INSTRUCTION = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.sync"}
+"""By family; float32 runs on the ordinary cores of all of them."""
 
 
-def build(kernel: Any, arch: int, constants: dict[str, Any], types: dict[str, str], warps: int) -> Any:
-    """The kernel compiled for sm_`arch` as a launch with 16-byte aligned tensors and sizes would compile it."""
-    names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
-    known = dict.fromkeys(ACTIVATIONS, "*bf16") | POINTERS | types
-    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or kind == "i32"]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=warps))
-    assert not unsettled_products(built.asm["ttgir"])
-    return built
+def _options(arch: int, dtype: torch.dtype, mx: bool = False) -> dict[str, Any]:
+    """The choices that a launch makes by the family of the card and the dtype."""
+    hopper_or_later = family(arch) >= 9
+    return dict(
+        TMA=hopper_or_later, PACKED_ASM=hopper_or_later and dtype == torch.bfloat16 and not mx,
+        WGMMA=family(arch) == 9 and dtype != torch.float32, DTYPE=TRITON_DTYPE[dtype], PRECISION=precision(dtype),
+    ) | (dict(B=32, UNIT=1.0) if mx else {})  # fmt: skip
 
 
-def unsettled_products(ttgir: str) -> list[str]:
-    """wgmma instructions that run on into a loop's next step while their left operand lies in registers, which that
-    step overwrites: nothing in such a step waits for them.
-    """
-    found: list[str] = []
-    for line in ttgir.splitlines():
-        if "ttng.warp_group_dot " in line and "opIdx = 0" in line and "isAsync = true" in line:
-            found.append(line)
-        elif "ttng.warp_group_dot_wait" in line and "pendings = 0" in line:
-            found.clear()
-        elif "scf.yield" in line and found:
-            return found
-    return []
+def _descriptor(arch: int, dtype: torch.dtype, rows: int, columns: int) -> str | None:
+    if family(arch) < 9:
+        return None
+    return f"tensordesc<{str(TRITON_DTYPE[dtype])}[{rows}, {columns}]>"
 
 
-def linear(config: configs.LinearConfig, arch: int, **sizes: Any) -> Any:
-    tma = arch >= 90
+@cache
+def linear(config: configs.LinearConfig, arch: int, dtype: torch.dtype = torch.bfloat16, mx: bool = False) -> Any:
     constants = SIZES | dict(
         bias=None, slots=None, slot_weights=None, X_WIDTH=2048, TOKENS=config.tokens, OUTPUTS=config.outputs,
-        BYTES=config.bytes, STAGES=config.stages, TMA=tma, PACKED_ASM=tma, WGMMA=arch == 90,
-        WEIGHTED_BIAS=False,
-    ) | sizes  # fmt: skip
-    types = {"x": f"tensordesc<bf16[{config.tokens}, {config.bytes}]>"} if tma else {}
-    return build(grouped_gemm.grouped_linear, arch, constants, types, config.warps)
+        BYTES=config.bytes, STAGES=config.stages, WEIGHTED_BIAS=False,
+    ) | _options(arch, dtype, mx)  # fmt: skip
+    rows = _descriptor(arch, dtype, config.tokens, config.bytes)
+    return build(grouped_gemm.grouped_linear, arch, constants, {"x": rows} if rows else {}, config.warps)
 
 
-def dgrad(config: configs.DgradConfig, arch: int, **sizes: Any) -> Any:
-    tma = arch >= 90
+@cache
+def dgrad(config: configs.DgradConfig, arch: int, dtype: torch.dtype = torch.bfloat16, mx: bool = False) -> Any:
     constants = SIZES | dict(
-        TOKENS=config.tokens, BYTES=config.bytes, DEPTH=config.depth, STAGES=config.stages, TMA=tma, PACKED_ASM=tma
-    ) | sizes  # fmt: skip
-    types = {"gy": f"tensordesc<bf16[{config.tokens}, {config.depth}]>"} if tma else {}
-    return build(grouped_gemm.grouped_dgrad, arch, constants, types, config.warps)
+        TOKENS=config.tokens, BYTES=config.bytes, DEPTH=config.depth, STAGES=config.stages
+    ) | _options(arch, dtype, mx)  # fmt: skip
+    rows = _descriptor(arch, dtype, config.tokens, config.depth)
+    return build(grouped_gemm.grouped_dgrad, arch, constants, {"gy": rows} if rows else {}, config.warps)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_tile_for_many_rows_compiles_and_fits(arch: int) -> None:
-    limit = ARCHITECTURES[arch]
-    config = configs.linear_config(4096, torch.bfloat16, limit)
-    assert linear(config, arch).metadata.shared <= limit
-    assert dgrad(configs.dgrad_config(4096, torch.bfloat16, limit), arch).metadata.shared <= limit
+def chosen(choose: Any, arch: int, dtype: torch.dtype) -> list[Any]:
+    """Every tile that some number of rows an expert gets on this card."""
+    return list(dict.fromkeys(choose(2**power, dtype, SHARED_MEMORY[arch]) for power in range(14)))
 
 
-@pytest.mark.parametrize("config", configs.LINEAR_CONFIGS, ids=str)
-def test_every_linear_tile_uses_hopper_matrix_instructions(config: configs.LinearConfig) -> None:
-    """… with the weight straight from registers: decoded, it is never written to shared memory in the loop."""
-    built = linear(config, 90)
-    assert built.metadata.shared <= ARCHITECTURES[90]
-    assert "wgmma.mma_async" in built.asm["ptx"]
-    loop = re.search(r"scf\.for.*?scf\.yield", built.asm["ttgir"], re.DOTALL)
+# Cards of one family whose code differs in the target's name alone get one build of each product: the largest tile.
+TWINS = (86, 103, 121)
+PRODUCTS = {"linear": (linear, configs.linear_config), "dgrad": (dgrad, configs.dgrad_config)}
+TILES = [
+    pytest.param(product, tile, arch, id=f"{product}-sm_{arch}-{i}")
+    for arch in SHARED_MEMORY
+    for product, (_, choose) in PRODUCTS.items()
+    for i, tile in enumerate(chosen(choose, arch, torch.bfloat16)[-1 if arch in TWINS else 0 :])
+]
+
+
+@pytest.mark.parametrize(("product", "tile", "arch"), TILES)
+def test_every_tile_a_card_can_get_compiles_and_fits_fault_e1(product: str, tile: Any, arch: int) -> None:
+    """… and uses the matrix instructions of its family."""
+    built = PRODUCTS[product][0](tile, arch)
+    assert MATRIX_INSTRUCTION[family(arch)] in built.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "mx"),
+    [
+        (80, torch.float16, False), (80, torch.bfloat16, True), (90, torch.float16, True), (90, torch.float32, False),
+        (120, torch.float32, False),
+    ],
+)  # fmt: skip
+def test_other_dtypes_and_mxfp4_compile_and_fit(arch: int, dtype: torch.dtype, mx: bool) -> None:
+    """The smallest tile: they differ from the others in the decoder only."""
+    linear(chosen(configs.linear_config, arch, dtype)[0], arch, dtype, mx)
+
+
+@pytest.mark.parametrize("tile", chosen(configs.linear_config, 90, torch.bfloat16), ids=str)
+def test_on_hopper_the_decoded_weight_stays_in_registers(tile: configs.LinearConfig) -> None:
+    """It is never written to shared memory in the loop."""
+    loop = re.search(r"scf\.for.*?scf\.yield", linear(tile, 90).asm["ttgir"], re.DOTALL)
     assert loop and "warp_group_dot" in loop[0] and "opIdx = 0" in loop[0]
     assert "local_store" not in loop[0] and "local_alloc" not in loop[0]
 
 
 def test_a_product_that_runs_into_the_next_step_is_found() -> None:
     ttgir = """
-        %12 = ttng.warp_group_dot %a, %b, %c {isAsync = true} : tensor<64x32xbf16, #ttg.dot_op<{opIdx = 0, parent = #m}>>
+        %12 = ttng.warp_group_dot %a, %b, %c {isAsync = true} : tensor<64x32xbf16, #ttg.dot_op<{opIdx = 0, parent = #m}>
         scf.yield %12
     """
     assert len(unsettled_products(ttgir)) == 1
-
-
-@pytest.mark.parametrize("config", configs.DGRAD_CONFIGS, ids=str)
-def test_every_dgrad_tile_fits_on_hopper(config: configs.DgradConfig) -> None:
-    built = dgrad(config, 90)
-    assert built.metadata.shared <= ARCHITECTURES[90] and "wgmma.mma_async" in built.asm["ptx"]
-
-
-def test_mxfp4_has_no_float8_anywhere() -> None:
-    config = configs.linear_config(64, torch.bfloat16, ARCHITECTURES[80])
-    built = linear(config, 80, B=32, UNIT=1.0)
-    assert "e4m3" not in built.asm["ptx"] and "f8" not in built.asm["ttir"]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -130,16 +117,17 @@ def test_products_with_a_decoded_slice_compile_for_hopper(transposed: bool) -> N
         "weight": f"tensordesc<bf16[{block[0]}, {block[1]}]>",
     }
     built = build(scratch.grouped_dense, 90, constants, types, config.warps)
-    assert built.metadata.shared <= ARCHITECTURES[90] and "m64n256k16" in built.asm["ptx"]
+    assert "m64n256k16" in built.asm["ptx"]
 
 
 ROW_KERNELS = {
     "shrink and gather": (shrink.shrink, dict(
         WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_RANKS, ROWS=configs.SHRINK_ROWS,
-        COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=True, X_SPLIT=False, SPLIT=True)),
+        COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=True, X_SPLIT=False, SPLIT=True, X_ORDER=0,
+        ORDER=1)),
     "glu": (glu.glu_forward, dict(
-        WIDTH=768, H_WIDTH=768, ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, SPLIT=True, ACTIVATION="silu",
-        LIMIT=None)),
+        WIDTH=768, H_WIDTH=768, ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, SPLIT=True, ORDER=1,
+        ACTIVATION="silu", LIMIT=None)),
     "glu backward": (glu.glu_backward, dict(
         gy=None, gy_slots=None, bias=None, WIDTH=768, N=0, ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS,
         ACTIVATION="swiglu_oai", LIMIT=7.0)),
@@ -151,11 +139,38 @@ ROW_KERNELS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("arch", [80, 90, 120])
 @pytest.mark.parametrize("name", ROW_KERNELS)
-def test_row_kernels_compile_and_fit_on_a_consumer_card(name: str) -> None:
+def test_row_kernels_compile_and_fit(name: str, arch: int) -> None:
     kernel, constants = ROW_KERNELS[name]
     types = {"rows": "*bf16"} if name == "combine" else {"out": "*fp32"} if name == "wgrad" else {}
-    warps = 8 if name.startswith("route") else 4
-    build(kernel, 90, SIZES | constants, types, warps)
-    built = build(kernel, 120, SIZES | constants, types, warps)
-    assert built.metadata.shared <= configs.CONSUMER_SHARED_MEMORY
+    build(kernel, arch, SIZES | constants, types, 8 if name.startswith("route") else 4)
+
+
+def _format_kernels(block: int) -> dict[str, tuple[Any, dict[str, Any]]]:
+    tile = dict(B=block, BLOCKS=pack.ELEMENTS // block, MX=block == 32)
+    return {
+        "quantize": (quantize.quantize, tile | dict(out=None)),
+        "fake_quantize": (quantize.quantize, tile | dict(codes=None, scales=None)),
+        "dequantize": (dequantize.dequantize, tile),
+        "partial_amax": (quantize.partial_amax, dict(SIZE=pack.ELEMENTS)),
+        "computed_scale": (quantize.computed_scale, dict(SIZE=pack.AMAX_PROGRAMS)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arch", "block", "x", "size"),
+    [
+        (80, 16, "*bf16", "i32"), (80, 32, "*fp16", "i32"), (90, 16, "*fp32", "i32"), (90, 32, "*fp64", "i32"),
+        (90, 16, "*bf16", "i64"), (100, 32, "*bf16", "i32"), (120, 16, "*bf16", "i32"),
+    ],
+)  # fmt: skip
+def test_quantising_divides_exactly_and_fuses_nothing_fault_a21(arch: int, block: int, x: str, size: str) -> None:
+    """i64 is what a launch makes of a size from 2^31 on."""
+    types = dict(x=x, out=x, blocks=size, total=size)
+    for name, (kernel, constants) in _format_kernels(block).items():
+        ptx = build(kernel, arch, constants, types, enable_fp_fusion=False).asm["ptx"]
+        divides = name in ("quantize", "fake_quantize", "computed_scale")
+        assert ("div.rn.f32" in ptx) == divides, name
+        for inexact in (".ftz", "div.full", "div.approx", "rcp", "fma"):
+            assert inexact not in ptx, (name, inexact)
