@@ -33,17 +33,21 @@ def moe_route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 def combine(rows_MN: Tensor, inverse_M: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
     """out[t] = sum over k of rows[inverse[t*K + k]], summed in fp32 in the order of k: `[M, N]` -> `[T, N]`.
 
-    A gather, so the same input always gives the same bits. Slots that are not routed are left out by selection, not
-    by a product with 0: what lies in their rows may be NaN. Plain torch, so that a compiler fuses it with what
-    follows; on a GPU with nobody tracing it is one kernel, where those are enabled.
+    Gathers, so the same input always gives the same bits. Slots that are not routed are left out by selection, not
+    by a product with 0: what lies in their rows may be NaN. K gathers added up are pointwise, so a compiler fuses
+    them with what follows (a reduction over k would be a kernel of its own from K = 8 on); on a GPU with nobody
+    tracing it is one kernel, where those are enabled.
     """
     if rows_MN.is_cuda and cuda.enabled() and rows_MN.dtype != torch.float64 and _is_eager(rows_MN):
         return cuda.cuda_kernel("combine")(rows_MN, inverse_M, top_k, dtype)
-    routed = (inverse_M >= 0).unsqueeze(-1)
-    picked = torch.where(routed, rows_MN.index_select(0, inverse_M.clamp_min(0)), 0)
+    inverse_TK = inverse_M.view(inverse_M.shape[0] // top_k, top_k)
     accumulate = torch.float64 if rows_MN.dtype == torch.float64 else torch.float32
-    tokens = inverse_M.shape[0] // top_k
-    return picked.view(tokens, top_k, rows_MN.shape[1]).sum(1, dtype=accumulate).to(dtype)
+    total: Tensor | float = 0.0  # so that a sum of nothing but -0.0 is 0.0
+    for row_T in inverse_TK.unbind(1):
+        picked = torch.where((row_T >= 0).unsqueeze(-1), rows_MN.index_select(0, row_T.clamp_min(0)), 0)
+        total = picked.to(accumulate) + total
+    assert isinstance(total, Tensor)  # K is at least 1
+    return total.to(dtype)
 
 
 def _is_eager(tensor: Tensor) -> bool:
