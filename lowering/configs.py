@@ -5,11 +5,14 @@ rounded to a few classes, so few variants of a kernel ever exist. Sizes chosen o
 cards with less shared memory take the next smaller tile that fits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import torch
 
+Config = TypeVar("Config")
 CONSUMER_SHARED_MEMORY = 99 * 1024
 
 
@@ -60,6 +63,27 @@ DGRAD_FP32 = DgradConfig(32, 16, 32, 2, 4)
 
 
 @dataclass(frozen=True)
+class HopperConfig:
+    """The warp-specialised product: TOKENS rows a tile, from `least_rows` an expert on; its ring and its consumers."""
+
+    tokens: int
+    least_rows: int
+    stages: int
+    warps: int
+
+
+# 256 tokens × 8 warps decode half as often for a product, but round more rows up. dgrad's scales are decoded for every
+# row of the contraction, by both warpgroups alike, and it never gains.
+HOPPER_CONFIGS = (
+    HopperConfig(256, 768, 5, 8),
+    HopperConfig(128, 80, 5, 4),
+    HopperConfig(64, 24, 8, 4),
+    HopperConfig(32, 12, 8, 4),
+    HopperConfig(16, 0, 8, 4),
+)
+
+
+@dataclass(frozen=True)
 class DenseConfig:
     """Products with a decoded slice: TOKENS × OUTPUTS a tile, DEPTH of the contraction a step."""
 
@@ -97,6 +121,12 @@ def device_limits(device: int) -> tuple[int, bool]:
 
 
 @cache
+def family(device: int) -> int:
+    """The card's major compute capability (9: Hopper), 0 where it is not NVIDIA's."""
+    return 0 if torch.version.hip else torch.cuda.get_device_capability(device)[0]
+
+
+@cache
 def processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -129,6 +159,51 @@ def dgrad_config(rows: int, dtype: torch.dtype, limit: int) -> DgradConfig:
     return next((c for c in fitting if c.tokens <= 2 * rows), fitting[-1])
 
 
+def hopper_config(rows: int, transposed: bool) -> HopperConfig:
+    """The tile of the warp-specialised product; every one fits a Hopper card."""
+    table = HOPPER_CONFIGS[1:] if transposed else HOPPER_CONFIGS
+    return next(c for c in table if c.least_rows <= rows)
+
+
 def wgrad_splits(m: int, programs: int) -> int:
     """Into how many row ranges the factor gradients of each expert are split, to fill the card when experts are few."""
     return max(1, min(WGRAD_PROGRAMS // max(1, programs), m // WGRAD_ROWS_PER_SPLIT, 32))
+
+
+# --- What the compiler's lowerings ask (`grouped.py`) ---
+
+LAUNCHER_ROWS_PER_EXPERT = 64
+"""From this many rows an expert on, a card with a copy engine gains more by the eager launcher's TMA descriptors, and
+by tiles that follow M at run time, than a launch out of Python costs."""
+WGRAD_CANDIDATES = ((WGRAD_ROWS, 3), (WGRAD_ROWS // 2, 4))
+"""(rows a step, stages) of the factor gradients."""
+ROW_CLASSES = (8, 64, 256, 1024)
+"""Rows per expert that stand for all others while choices are timed: few, so that few timings exist."""
+
+
+def representative_rows(rows: int) -> int:
+    """The class of a number of rows per expert; the same for all of T = 1 … 32,768 but for its four values."""
+    return next((c for c in ROW_CLASSES if rows <= 2 * c), ROW_CLASSES[-1])
+
+
+def launcher_first(rows: int, hopper: bool) -> bool:
+    """Whether the eager launcher is taken where nobody asked for timings."""
+    return hopper and rows >= LAUNCHER_ROWS_PER_EXPERT
+
+
+def linear_candidates(rows: int, dtype: torch.dtype, limit: int) -> list[LinearConfig]:
+    """The table's tile, then its neighbours in size that fit."""
+    chosen = linear_config(rows, dtype, limit)
+    return [chosen, *_neighbours(LINEAR_CONFIGS, chosen, lambda c: c.shared_memory(dtype.itemsize) <= limit)]
+
+
+def dgrad_candidates(rows: int, dtype: torch.dtype, limit: int) -> list[DgradConfig]:
+    chosen = dgrad_config(rows, dtype, limit)
+    return [chosen, *_neighbours(DGRAD_CONFIGS, chosen, lambda c: c.shared_memory(dtype.itemsize) <= limit)]
+
+
+def _neighbours(table: tuple[Config, ...], chosen: Config, fits: Callable[[Config], bool]) -> list[Config]:
+    if chosen not in table:
+        return []
+    at = table.index(chosen)
+    return [c for c in (*table[at + 1 : at + 2], *table[max(0, at - 1) : at]) if fits(c)]

@@ -4,18 +4,17 @@ Nothing here asks the device for a value: grids come from M and E, and programs 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from . import configs, scratch
+from . import configs, hopper, scratch
 from .kernels import glu, grouped_gemm, shrink, wgrad
-from .kernels.decode import NVFP4_UNIT
 from .launch import (
     TRITON_DTYPE,
-    as_bytes,
+    cdiv,
     check_dtype,
     launch,
     padded_rank,
@@ -26,31 +25,7 @@ from .launch import (
     with_unit_stride,
 )
 from .tokens import combine, moe_route
-
-
-class Weight(NamedTuple):
-    """A packed weight as the kernels take it."""
-
-    codes: Tensor
-    scales: Tensor
-    global_scale: Tensor
-    block: int
-
-    @classmethod
-    def of(cls, codes: Tensor, scales: Tensor, global_scale: Tensor) -> "Weight":
-        block = codes.shape[2] * 2 // scales.shape[2]
-        return cls(codes.contiguous(), as_bytes(scales), global_scale.contiguous(), block)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        e, n, half_c = self.codes.shape
-        return e, n, half_c * 2
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        e, _, c = self.sizes
-        unit = NVFP4_UNIT if self.block == 16 else 1.0
-        return dict(E=e, E_POW2=power_of_two(e, 16), C=c, B=self.block, S=self.global_scale.shape[1], UNIT=unit)
+from .weight import Weight
 
 
 def grouped_lora_linear(
@@ -64,10 +39,10 @@ def grouped_lora_linear(
     weight = Weight.of(codes, scales, global_scale)
     m = x.shape[0] if rows is None else rows.shape[0]
     u = x.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
-    dense = _decodes_slices(x, m, weight)
-    gathered = x.new_empty(m, _x_width(weight, dense))
-    _shrink(x, rows, offsets, lora_a, u, gathered, scaling, top_k, by_rank=True, split=not dense)
-    return _linear(gathered, offsets, weight, lora_b, u, bias, None, None, dense), u
+    path = _path(x, m, weight)
+    gathered = x.new_empty(m, _x_width(weight, path))
+    _shrink(x, rows, offsets, lora_a, u, gathered, scaling, top_k, by_rank=True, order=ORDER[path])
+    return _linear(gathered, offsets, weight, lora_b, u, bias, None, None, path), u
 
 
 def glu_grouped_lora_linear(
@@ -83,18 +58,18 @@ def glu_grouped_lora_linear(
     e, _, width = weight.sizes
     pre, m = with_unit_stride(pre), pre.shape[0]
     slot_weights = topk_weights.reshape(-1).contiguous()
-    dense = _decodes_slices(pre, m, weight)
-    h = pre.new_empty(m, _x_width(weight, dense))
+    path = _path(pre, m, weight)
+    h = pre.new_empty(m, _x_width(weight, path))
     u = pre.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
-    column_tiles = triton.cdiv(h.shape[1], configs.GLU_COLUMNS)
+    column_tiles = cdiv(h.shape[1], configs.GLU_COLUMNS)
     launch(
-        glu.glu_forward, (triton.cdiv(m, configs.GLU_ROWS) * column_tiles,), pre.device,
+        glu.glu_forward, (cdiv(m, configs.GLU_ROWS) * column_tiles,), pre.device,
         pre, pre.stride(0), slot_weights, rows, offsets, h, e, WIDTH=width, H_WIDTH=h.shape[1],
-        ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, SPLIT=not dense, ACTIVATION=activation, LIMIT=limit,
+        ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, ORDER=ORDER[path], ACTIVATION=activation, LIMIT=limit,
         DTYPE=TRITON_DTYPE[pre.dtype], num_warps=4,
     )  # fmt: skip
-    _shrink(h, None, offsets, lora_a, u, None, scaling, 1, by_rank=True, x_split=not dense)
-    return _linear(h, offsets, weight, lora_b, u, bias, rows, slot_weights, dense), u
+    _shrink(h, None, offsets, lora_a, u, None, scaling, 1, by_rank=True, x_order=ORDER[path])
+    return _linear(h, offsets, weight, lora_b, u, bias, rows, slot_weights, path), u
 
 
 def grouped_lora_dgrad(
@@ -131,7 +106,7 @@ def grouped_lora_wgrad(
     narrow, narrow_rows, wide, wide_rows = (p, p_rows, q, q_rows) if p_is_narrow else (q, q_rows, p, p_rows)
     narrow, wide = with_unit_stride(narrow), with_unit_stride(wide)
     side = min(padded_rank(narrow.shape[1]), 64)
-    tiles = triton.cdiv(narrow.shape[1], side) * triton.cdiv(wide.shape[1], configs.WGRAD_WIDE)
+    tiles = cdiv(narrow.shape[1], side) * cdiv(wide.shape[1], configs.WGRAD_WIDE)
     splits = configs.wgrad_splits(m, e * tiles)
     out = p.new_empty((splits, *out_shape), dtype=dtype if splits == 1 else torch.float32)
     narrow_stride, wide_stride = (out.stride(2), 1) if p_is_narrow else (1, out.stride(2))
@@ -158,7 +133,7 @@ def glu_backward(
     width = pre.shape[1] if activation == "relu2" else pre.shape[1] // 2
     gpre = pre.new_empty(m if need_gpre else 0, pre.shape[1])
     h = pre.new_empty(m if need_h else 0, width)
-    gw = topk_weights.new_zeros(topk_weights.shape if need_gw else (0, topk_weights.shape[1]))
+    gw = topk_weights.new_empty(topk_weights.shape if need_gw else (0, topk_weights.shape[1]))
     use_bias = bias is not None and gy is not None and need_gw
     if gy is not None:
         gy = with_unit_stride(gy)
@@ -167,7 +142,7 @@ def glu_backward(
         pre, pre.stride(0), topk_weights.reshape(-1).contiguous(), _contiguous(gh), rows, offsets,
         gy if use_bias else None, gy.stride(0) if use_bias and gy is not None else 0, gy_rows if use_bias else None,
         _contiguous(bias) if use_bias else None,
-        gpre if need_gpre else None, h if need_h else None, gw if need_gw else None, topk_weights.shape[1],
+        gpre if need_gpre else None, h if need_h else None, gw if need_gw else None, m, topk_weights.shape[1],
         E=e, E_POW2=power_of_two(e, 16), WIDTH=width, N=bias.shape[1] if use_bias and bias is not None else 0,
         ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, ACTIVATION=activation, LIMIT=limit, num_warps=4,
     )  # fmt: skip
@@ -185,7 +160,7 @@ def _row_tiles(m: int, e: int, rows: int) -> int:
 
 def _shrink(
     x: Tensor, rows: Tensor | None, offsets: Tensor, factor: Tensor | None, u: Tensor, out: Tensor | None,
-    scaling: float, top_k: int, *, by_rank: bool, split: bool = False, x_split: bool = False,
+    scaling: float, top_k: int, *, by_rank: bool, order: int = shrink.PLAIN.value, x_order: int = shrink.PLAIN.value,
 ) -> None:  # fmt: skip
     """u = scaling · x[rows // top_k] f and, where `out` is given, the rows themselves."""
     if out is None and factor is None:
@@ -196,26 +171,42 @@ def _shrink(
     ranks = min(padded_rank(r), configs.SHRINK_RANKS)
     launch(
         shrink.shrink,
-        (_row_tiles(u.shape[0], e, configs.SHRINK_ROWS), triton.cdiv(r, ranks) if r else 1), x.device,
+        (_row_tiles(u.shape[0], e, configs.SHRINK_ROWS), cdiv(r, ranks) if r else 1), x.device,
         x, x.stride(0), rows, offsets, _contiguous(factor), u, out, scaling, r, top_k,
         E=e, E_POW2=power_of_two(e, 16), WIDTH=x.shape[1], FACTOR_WIDTH=factor_width,
         OUT_WIDTH=0 if out is None else out.shape[1], R=ranks, ROWS=configs.SHRINK_ROWS,
-        COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=by_rank, X_SPLIT=x_split, SPLIT=split,
+        COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=by_rank, X_ORDER=x_order, ORDER=order,
         PRECISION=precision(x.dtype), DTYPE=TRITON_DTYPE[x.dtype], num_warps=4,
     )  # fmt: skip
 
 
-def _packed_asm(weight: Weight, dtype: torch.dtype, hopper: bool) -> bool:
-    return hopper and dtype == torch.bfloat16 and weight.block == 16
+def _packed_asm(weight: Weight, dtype: torch.dtype, has_tma: bool) -> bool:
+    return has_tma and dtype == torch.bfloat16 and weight.block == 16
 
 
-def _decodes_slices(x: Tensor, m: int, weight: Weight) -> bool:
+class Path(Enum):
+    """How a grouped product gets at its packed weight."""
+
+    LOOP = "decoded in the loop of a Triton kernel, on every card"
+    HOPPER = "decoded in registers by a warp-specialised kernel"
+    SCRATCH = "decoded in slices to a bounded scratch"
+
+
+ORDER = {Path.LOOP: shrink.SPLIT.value, Path.HOPPER: shrink.FRAGMENT.value, Path.SCRATCH: shrink.PLAIN.value}
+"""The column order in which y = x Wᵀ wants x; gx = gy W takes gy as it is."""
+
+
+def _path(x: Tensor, m: int, weight: Weight, *, transposed: bool = False) -> Path:
+    if hopper.supports(weight, x, transposed=transposed):
+        return Path.HOPPER
     e, n, _ = weight.sizes
-    return configs.use_scratch(m, e, n, weight.global_scale.shape[1], x.dtype, x.device.index)
+    if configs.use_scratch(m, e, n, weight.global_scale.shape[1], x.dtype, x.device.index):
+        return Path.SCRATCH
+    return Path.LOOP
 
 
-def _x_width(weight: Weight, dense: bool) -> int:
-    return weight.sizes[2] if dense else padded_width(weight.sizes[2])
+def _x_width(weight: Weight, path: Path) -> int:
+    return weight.sizes[2] if path is Path.SCRATCH else padded_width(weight.sizes[2])
 
 
 def _scratch_product(
@@ -228,29 +219,32 @@ def _scratch_product(
 
 
 def _linear(
-    split: Tensor, offsets: Tensor, weight: Weight, lora_b: Tensor | None, u: Tensor, bias: Tensor | None,
-    slots: Tensor | None, slot_weights: Tensor | None, dense: bool,
+    x: Tensor, offsets: Tensor, weight: Weight, lora_b: Tensor | None, u: Tensor, bias: Tensor | None,
+    slots: Tensor | None, slot_weights: Tensor | None, path: Path,
 ) -> Tensor:  # fmt: skip
-    """y `[M, N]` from routed rows, in split layout unless `dense`; `slot_weights` weight the bias."""
+    """y `[M, N]` from routed rows in the column order of `path`; `slot_weights` weight the bias."""
     e, n, _ = weight.sizes
-    m, dtype = split.shape[0], split.dtype
+    m, dtype = x.shape[0], x.dtype
     if bias is None:
         slots = slot_weights = None
-    if dense:
+    if path is Path.HOPPER:
+        return hopper.product(x, offsets, weight, _contiguous(lora_b), u, _contiguous(bias), slots, slot_weights)
+    if path is Path.SCRATCH:
         epilogue = scratch.Epilogue(_contiguous(lora_b), u, _contiguous(bias), slots, slot_weights)
-        return _scratch_product(split, offsets, weight, epilogue, transposed=False)
-    limit, hopper = configs.device_limits(split.device.index)
+        return _scratch_product(x, offsets, weight, epilogue, transposed=False)
+    limit, has_tma = configs.device_limits(x.device.index)
     config = configs.linear_config(configs.rows_per_expert(m, e), dtype, limit)
-    y = split.new_empty(m, n)
-    x = tma_descriptor(split, [config.tokens, config.bytes], hopper)
+    y = x.new_empty(m, n)
+    tiles = tma_descriptor(x, [config.tokens, config.bytes], has_tma)
     launch(
         grouped_gemm.grouped_linear,
-        (_row_tiles(m, e, config.tokens) * triton.cdiv(n, config.outputs),), split.device,
-        split if x is None else x, weight.codes, weight.scales, weight.global_scale, _contiguous(lora_b), u,
+        (_row_tiles(m, e, config.tokens) * cdiv(n, config.outputs),), x.device,
+        x if tiles is None else tiles, weight.codes, weight.scales, weight.global_scale, _contiguous(lora_b), u,
         _contiguous(bias), slots, slot_weights, offsets, y, n, u.shape[1],
-        R=padded_rank(u.shape[1]), X_WIDTH=split.shape[1], TOKENS=config.tokens, OUTPUTS=config.outputs,
-        BYTES=config.bytes, STAGES=config.stages, TMA=x is not None, PACKED_ASM=_packed_asm(weight, dtype, hopper),
-        WGMMA=hopper and dtype != torch.float32, PRECISION=precision(dtype), WEIGHTED_BIAS=slots is not None, DTYPE=TRITON_DTYPE[dtype], **weight.constants,
+        R=padded_rank(u.shape[1]), X_WIDTH=x.shape[1], TOKENS=config.tokens, OUTPUTS=config.outputs,
+        BYTES=config.bytes, STAGES=config.stages, TMA=tiles is not None, PACKED_ASM=_packed_asm(weight, dtype, has_tma),
+        WGMMA=configs.family(x.device.index) == 9, PRECISION=precision(dtype), WEIGHTED_BIAS=slots is not None,
+        DTYPE=TRITON_DTYPE[dtype], **weight.constants,
         num_warps=config.warps,
     )  # fmt: skip
     return y
@@ -260,19 +254,22 @@ def _dgrad(gy: Tensor, offsets: Tensor, weight: Weight, lora_a: Tensor | None, v
     """gx `[M, C]` from gathered, contiguous rows."""
     e, n, c = weight.sizes
     m, dtype = gy.shape[0], gy.dtype
-    if _decodes_slices(gy, m, weight):
+    path = _path(gy, m, weight, transposed=True)
+    if path is Path.HOPPER:
+        return hopper.product(gy, offsets, weight, _contiguous(lora_a), v, transposed=True)
+    if path is Path.SCRATCH:
         return _scratch_product(gy, offsets, weight, scratch.Epilogue(_contiguous(lora_a), v), transposed=True)
-    limit, hopper = configs.device_limits(gy.device.index)
+    limit, has_tma = configs.device_limits(gy.device.index)
     config = configs.dgrad_config(configs.rows_per_expert(m, e), dtype, limit)
     gx = gy.new_empty(m, c)
-    rows = tma_descriptor(gy, [config.tokens, config.depth], hopper)
+    rows = tma_descriptor(gy, [config.tokens, config.depth], has_tma)
     launch(
         grouped_gemm.grouped_dgrad,
-        (_row_tiles(m, e, config.tokens) * triton.cdiv(c // 2, config.bytes),), gy.device,
+        (_row_tiles(m, e, config.tokens) * cdiv(c // 2, config.bytes),), gy.device,
         gy if rows is None else rows, weight.codes, weight.scales, weight.global_scale, _contiguous(lora_a), v,
         offsets, gx, n, v.shape[1],
         R=padded_rank(v.shape[1]), TOKENS=config.tokens, BYTES=config.bytes, DEPTH=config.depth,
-        STAGES=config.stages, TMA=rows is not None, PACKED_ASM=_packed_asm(weight, dtype, hopper),
+        STAGES=config.stages, TMA=rows is not None, PACKED_ASM=_packed_asm(weight, dtype, has_tma),
         PRECISION=precision(dtype), DTYPE=TRITON_DTYPE[dtype], **weight.constants, num_warps=config.warps,
     )  # fmt: skip
     return gx

@@ -30,6 +30,7 @@ def use_cpu_tensors() -> None:
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.cuda.current_device = lambda: None  # type: ignore[assignment,return-value]
     configs.device_limits = lambda device: (232_448, False)  # type: ignore[assignment]
+    configs.family = lambda device: 8  # type: ignore[assignment]
     builder = interpreter.InterpreterBuilder
     plain_dot, plain_binary = builder.create_dot, builder.binary_op
 

@@ -25,6 +25,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are chosen as for an H200."""
     monkeypatch.setattr(configs, "device_limits", lambda device: (227 * 1024, True))
     monkeypatch.setattr(configs, "processors", lambda device: 132)
+    monkeypatch.setattr(configs, "family", lambda device: 9)
 
 
 @pytest.mark.parametrize(

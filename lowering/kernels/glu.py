@@ -60,7 +60,7 @@ def activation_tile(pre_rows, columns, mask, WIDTH: tl.constexpr, ACTIVATION: tl
 @triton.jit
 def glu_forward(
     pre, pre_stride, slot_weights, slots, offsets, h,
-    E, WIDTH: tl.constexpr, H_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
+    E, WIDTH: tl.constexpr, H_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ORDER: tl.constexpr,
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """h = act(pre) · router weight, in the column order that the next product reads, zero-padded."""
@@ -75,19 +75,24 @@ def glu_forward(
     mask = inside[:, None] & (columns < WIDTH)[None, :]
     pre_rows = pre + rows.to(tl.int64)[:, None] * pre_stride
     act, _, _ = activation_tile(pre_rows, columns, mask, WIDTH, ACTIVATION, LIMIT)
-    store_rows(h, rows, inside, column, (act * router[:, None]).to(DTYPE), H_WIDTH, ROWS, COLUMNS, SPLIT)
+    store_rows(h, rows, inside, column, (act * router[:, None]).to(DTYPE), H_WIDTH, ROWS, COLUMNS, ORDER)
 
 
 @triton.jit
 def glu_backward(
-    pre, pre_stride, slot_weights, gh, slots, offsets, gy, gy_stride, gy_slots, bias, gpre, h, gw, top_k,
+    pre, pre_stride, slot_weights, gh, slots, offsets, gy, gy_stride, gy_slots, bias, gpre, h, gw, M, top_k,
     E, E_POW2: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """gpre, h and gw (per slot) from gh = d loss / d h; an output that is None is not computed.
 
-    gw sums gh · act over the row, plus gy · bias where the down projection has one.
+    gw sums gh · act over the row, plus gy · bias where the down projection has one; a slot of no expert gets 0.
     """
+    if gw is not None:  # the slots of no expert come last in `slots`
+        last_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        unrouted = (last_rows >= tl.load(offsets + E - 1)) & (last_rows < M)
+        slot = tl.load(slots + last_rows, mask=unrouted, other=0)
+        tl.store(gw + slot, tl.zeros((ROWS,), gw.dtype.element_ty), mask=unrouted)
     expert, row, end = locate_tile(tl.program_id(0), offsets, E, E_POW2, ROWS)
     if row < end:
         rows = row + tl.arange(0, ROWS)

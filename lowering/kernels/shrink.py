@@ -1,25 +1,49 @@
-"""Per-row passes around the grouped products: u = scaling · x f, the gather of token rows, and the split by columns."""
+"""Per-row passes around the grouped products: u = scaling · x f, the gather of token rows, and their column order.
+
+A product that decodes in its loop wants x's columns in the order in which the nibbles of its weight lie in registers.
+SPLIT: all even columns in the first half of the row, all odd ones in the second. FRAGMENT: the columns of each 32
+permuted, such that column 8t + 4b + 2j + h comes to place 16j + 8h + 2t + b (t < 4, the others < 2).
+"""
 
 import triton
 import triton.language as tl
 
 from .tiles import locate_tile
 
+PLAIN = tl.constexpr(0)
+SPLIT = tl.constexpr(1)
+FRAGMENT = tl.constexpr(2)
+
+
+@triton.jit
+def column_at(place, WIDTH: tl.constexpr, ORDER: tl.constexpr):
+    """The column that lies at a place of a row of WIDTH columns (at WIDTH or beyond, where the row is padding)."""
+    column = place
+    if ORDER == SPLIT:
+        column = tl.where(place < WIDTH // 2, 2 * place, 2 * place - WIDTH + 1)
+    elif ORDER == FRAGMENT:
+        column = ((place >> 1) & 3) * 8 + (place & 1) * 4 + ((place >> 4) & 1) * 2 + ((place >> 3) & 1)
+        column += place & ~31
+    return column
+
 
 @triton.jit
 def store_rows(
     out, rows, row_mask, column, tile, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of rows, as it is or SPLIT: even columns in the first half of the row, odd ones in the second."""
+    """Store a tile of rows whose columns begin at `column`, in this column order."""
     start = out + rows.to(tl.int64)[:, None] * WIDTH
-    if SPLIT:
+    if ORDER == SPLIT:
         even, odd = tl.split(tl.reshape(tile, (ROWS, COLUMNS // 2, 2)))
         columns = column // 2 + tl.arange(0, COLUMNS // 2)[None, :]
         mask = row_mask[:, None] & (columns < WIDTH // 2)
         tl.store(start + columns, even, mask=mask)
         tl.store(start + WIDTH // 2 + columns, odd, mask=mask)
     else:
+        if ORDER == FRAGMENT:
+            tile = tl.permute(tl.reshape(tile, (ROWS, COLUMNS // 32, 4, 2, 2, 2)), (0, 1, 4, 5, 2, 3))
+            tile = tl.reshape(tile, (ROWS, COLUMNS))
         columns = column + tl.arange(0, COLUMNS)[None, :]
         tl.store(start + columns, tile, mask=row_mask[:, None] & (columns < WIDTH))
 
@@ -28,13 +52,13 @@ def store_rows(
 def shrink(
     x, x_stride, slots, offsets, factor, u, out, scaling, lora_r, top_k,
     E, E_POW2: tl.constexpr, WIDTH: tl.constexpr, FACTOR_WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
-    R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_RANK: tl.constexpr, X_SPLIT: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_RANK: tl.constexpr, X_ORDER: tl.constexpr,
+    ORDER: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """u = scaling · x[slots // top_k] f, and the rows themselves into `out` (as they are, or SPLIT), zero-padded.
+    """u = scaling · x[slots // top_k] f, and the rows themselves into `out` in column order ORDER, zero-padded.
 
-    f is `[R, FACTOR_WIDTH]` (BY_RANK, lora_a) or `[FACTOR_WIDTH, R]` (lora_b). With X_SPLIT, x already has its columns
-    in the split order. Programs along axis 1 take R ranks each; the first of them also moves the rows.
+    f is `[R, FACTOR_WIDTH]` (BY_RANK, lora_a) or `[FACTOR_WIDTH, R]` (lora_b); x has its columns in order X_ORDER.
+    Programs along axis 1 take R ranks each; the first of them also moves the rows.
     """
     expert, row, end = locate_tile(tl.program_id(0), offsets, E, E_POW2, ROWS)
     if row < end:
@@ -52,9 +76,7 @@ def shrink(
             columns = column + tl.arange(0, COLUMNS)
             tile = tl.load(x_rows + columns[None, :], mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
             if R > 0:
-                c = columns
-                if X_SPLIT:
-                    c = tl.where(columns < WIDTH // 2, 2 * columns, 2 * columns - WIDTH + 1)
+                c = column_at(columns, WIDTH, X_ORDER)
                 if BY_RANK:
                     where_f = r[None, :] * FACTOR_WIDTH + c[:, None]
                 else:
@@ -63,7 +85,7 @@ def shrink(
                 acc = tl.dot(tile, f.to(DTYPE), acc, input_precision=PRECISION)
             if out is not None:
                 if tl.program_id(1) == 0:
-                    store_rows(out, rows, inside, column, tile, OUT_WIDTH, ROWS, COLUMNS, SPLIT)
+                    store_rows(out, rows, inside, column, tile, OUT_WIDTH, ROWS, COLUMNS, ORDER)
         if R > 0:
             where = rows.to(tl.int64)[:, None] * lora_r + r[None, :]
             tl.store(u + where, (acc * scaling).to(DTYPE), mask=inside[:, None] & (r < lora_r)[None, :])

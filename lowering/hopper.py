@@ -1,0 +1,63 @@
+"""Launches the warp-specialised grouped product of `kernels/hopper.py`, where the card and the sizes allow it."""
+
+from functools import cache
+from types import ModuleType
+
+import torch
+import triton
+from torch import Tensor
+
+from . import configs
+from .launch import TRITON_DTYPE, cdiv, launch, padded_rank
+from .weight import Weight
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The kernels, or None where this Triton has no Gluon that they are known to work with."""
+    if not (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 7):
+        return None
+    from .kernels import hopper
+
+    return hopper
+
+
+def supports(weight: Weight, x: Tensor, *, transposed: bool) -> bool:
+    """Whether TMA can read the codes in the kernel's boxes, whole steps make up k, and the formats have a decoder."""
+    _, n, c = weight.sizes
+    halves = weight.global_scale.shape[1]
+    kinds = x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and weight.block == 16)
+    if not kinds or c % 32 or weight.codes.data_ptr() % 16 or configs.family(x.device.index) != 9:
+        return False
+    steps = n % (64 * halves) == 0 if transposed else n % 4 == 0 and n % (2 * halves) == 0
+    return steps and _kernels() is not None
+
+
+def product(
+    x: Tensor, offsets: Tensor, weight: Weight, factor: Tensor | None, u: Tensor, bias: Tensor | None = None,
+    slots: Tensor | None = None, slot_weights: Tensor | None = None, *, transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """y `[M, N]` from rows in FRAGMENT order, or, transposed, gx `[M, C]` from rows as they are."""
+    kernels = _kernels()
+    assert kernels is not None
+    e, n, c = weight.sizes
+    m, dtype = x.shape[0], x.dtype
+    out_width, depth = (c, n) if transposed else (n, c)
+    out = x.new_empty(m, out_width)
+    if m == 0:
+        return out
+    config = configs.hopper_config(configs.rows_per_expert(m, e), transposed)
+    tiles_m = cdiv(out_width, kernels.OUTPUTS)
+    tiles = (m // config.tokens + e) * tiles_m
+    programs = min(tiles, (8 // config.warps) * configs.processors(x.device.index))
+    launch(
+        kernels.grouped_product, (programs,), x.device,
+        kernels.x_boxes(x, config.tokens), kernels.code_boxes(weight.codes, transposed), weight.scales,
+        weight.global_scale, factor, u, bias, slots, slot_weights, offsets, out, n, out_width, u.shape[1],
+        tiles, tiles_m, programs,
+        R=padded_rank(u.shape[1]), TOKENS=config.tokens, STEPS=cdiv(depth, kernels.DEPTH), STAGES=config.stages,
+        WARPS=config.warps, TRANSPOSED=transposed, WEIGHTED_BIAS=slots is not None,
+        RAGGED=out_width % kernels.OUTPUTS != 0, DTYPE=TRITON_DTYPE[dtype], **weight.constants,
+        num_warps=config.warps, maxnreg=kernels.MAX_REGISTERS[config.warps],
+    )  # fmt: skip
+    return out

@@ -1,0 +1,567 @@
+"""The grouped products on Hopper: y = x W_eᵀ·g + u b_eᵀ (+ bias) and gx = (gy·g) W_e + v a_e, in one kernel body.
+
+Both are out[token, m] = sum over k of W[m, k] x[token, k] with the weight as the left operand, decoded in registers:
+for `y`, m runs over the weight's rows and k over its columns; for `gx` (TRANSPOSED) the other way round. Written in
+Gluon, because overlap is all: a producer warp keeps a ring of tiles filled by TMA, and the consumers decode half a step
+while the matrix units work on the half before. Triton itself would wait for each product (`grouped_gemm.settled`).
+
+No value moves between threads. The two k that one register of the left operand pairs are nibbles four apart in a pair
+of 16-bit words (`y`), or the same nibble of two weight rows (`gx`, where `ldmatrix` transposes): the decoder leaves
+every nibble where it is. For `y` this fixes the order in which k is summed, so x comes with the columns of each 32
+permuted (FRAGMENT order of `shrink.py`). Output rows are ordered so that a thread's lie next to each other in memory.
+
+A tile has OUTPUTS columns. With four consumer warps each thread decodes all four nibbles of its words, and two programs
+share a processor. With eight, for twice the TOKENS, each warpgroup has half of the outputs.
+"""
+
+import torch
+import triton.experimental.gluon.language as gl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+OUTPUTS = 128
+DEPTH = 64
+MAX_REGISTERS = {4: 128, 8: 168}
+"""Of a thread as launched, by consumer warps; the consumers then take what the producer leaves."""
+_M = gl.constexpr(OUTPUTS)
+_K = gl.constexpr(DEPTH)
+
+
+def x_boxes(x: Tensor, tokens: int) -> TensorDescriptor:
+    """A TMA descriptor of contiguous rows, for boxes `[tokens, DEPTH]`."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tokens, DEPTH], layout)
+
+
+def code_boxes(codes: Tensor, transposed: bool) -> TensorDescriptor:
+    """A TMA descriptor of codes `[E, N, C/2]` as 16-bit words.
+
+    Transposed, a box is DEPTH rows of the weight × OUTPUTS columns. Otherwise it is OUTPUTS rows × DEPTH columns, with
+    row 4i + s at `[s, i]`: eight threads side by side then read rows that lie side by side.
+    """
+    e, n, half_c = codes.shape
+    words = codes.view(torch.int16).view(e * n, half_c // 2)
+    if transposed:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+        return TensorDescriptor(words, list(words.shape), list(words.stride()), [DEPTH, OUTPUTS // 4], layout)
+    words = words.view(e * n // 4, 4, half_c // 2).permute(1, 0, 2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=3)
+    return TensorDescriptor(words, list(words.shape), list(words.stride()), [4, OUTPUTS // 4, DEPTH // 4], layout)
+
+
+def _nibbles(dtype: str, count: int, lift: int | None = None) -> str:
+    """PTX from two 16-bit groups of four codes and a pair of scales to `count` (4, or 2 of them) pairs of weights.
+
+    Operands: the results, the codes, the scales and, for 2, how far the codes are shifted to the right beforehand.
+    """
+    product, magnitude, up = ("mul.rn.bf16x2", 0x01C001C0, 6) if dtype == "bf16" else ("mul.rn.f16x2", 0x0E000E00, 9)
+    lines = [
+        "{",
+        ".reg .b32 u, s, m;",
+        f"mov.b32 u, ${count};" if count == 4 else f"shr.u32 u, ${count}, ${count + 2};",
+    ]
+    for i in range(count):
+        shift = up - 4 * i
+        move = f"shl.b32 m, u, {shift};" if shift >= 0 else f"shr.u32 m, u, {-shift};"
+        lines += [f"shl.b32 s, u, {12 - 4 * i};", "and.b32 s, s, 0x80008000;", move, f"and.b32 m, m, {magnitude:#x};"]
+        lines += ["or.b32 s, s, m;"]
+        if lift is not None:
+            lines += [f"mov.b32 m, {lift:#x};", f"{product} s, s, m;"]
+        lines += [f"{product} ${i}, s, ${count + 1};"]
+    return "\n".join([*lines, "}"])
+
+
+_MX_LIFT = 0x7E807E80  # 2^126, which makes numbers of the patterns
+_DECODE_BF16, _DECODE_BF16_2 = gl.constexpr(_nibbles("bf16", 4)), gl.constexpr(_nibbles("bf16", 2))
+_DECODE_FP16, _DECODE_FP16_2 = gl.constexpr(_nibbles("fp16", 4)), gl.constexpr(_nibbles("fp16", 2))
+_DECODE_BF16_MX, _DECODE_BF16_MX_2 = (gl.constexpr(_nibbles("bf16", n, _MX_LIFT)) for n in (4, 2))
+
+# e4m3 bits as a half-precision pattern, NaN kept, then lifted: by 2^120 · 2^119 (bf16) or 2^15 (fp16), for the reasons
+# that `decode.lifted_scale` has.
+_E4M3 = """
+{{
+.reg .b32 b, m, n, q, s;
+prmt.b32 b, $1, $2, 0x5410;
+and.b32 m, b, 0x007F007F;
+add.u32 n, m, 0x00010001;
+and.b32 n, n, 0x00800080;
+{nan}
+shl.b32 m, m, {shift};
+or.b32 m, m, q;
+shl.b32 s, b, 8;
+and.b32 s, s, 0x80008000;
+or.b32 m, m, s;
+{lift}
+}}
+"""
+
+
+def _lifts(product: str, *factors: int) -> str:
+    """PTX: m times these pairs of powers of two, in this order, into $0."""
+    lines = [f"mov.b32 s, {factor:#x};\n{product} m, m, s;" for factor in factors]
+    return "\n".join([*lines, "mov.b32 $0, m;"])
+
+
+_SCALE_BF16 = gl.constexpr(
+    _E4M3.format(
+        nan="shl.b32 q, n, 8;\nsub.u32 q, q, n;", shift=4, lift=_lifts("mul.rn.bf16x2", 0x7B807B80, 0x7B007B00)
+    )
+)
+_SCALE_FP16 = gl.constexpr(  # all ones over fp16's exponent: 0x7C00 from 0x80
+    _E4M3.format(
+        nan="shl.b32 q, n, 8;\nshl.b32 s, n, 3;\nsub.u32 q, q, s;", shift=7, lift=_lifts("mul.rn.f16x2", 0x78007800)
+    )
+)
+_SCALE_BF16_MX = gl.constexpr("""
+{
+.reg .b32 b, m, n, z;
+prmt.b32 b, $1, $2, 0x5410;
+shl.b32 m, b, 7;
+add.u32 n, b, 0x00010001;
+and.b32 n, n, 0x01000100;
+add.u32 z, b, 0x00FF00FF;
+and.b32 z, z, 0x01000100;
+xor.b32 z, z, 0x01000100;
+or.b32 n, n, z;
+shr.u32 n, n, 2;
+or.b32 $0, m, n;
+}
+""")
+
+
+@gluon.jit
+def _locate_tile(tile, offsets, E, E_POW2: gl.constexpr, BLOCK: gl.constexpr):
+    """`tiles.locate_tile`, each warp for itself."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([E_POW2 // 32 if E_POW2 > 32 else 1], [32], [gl.num_warps()], [0])
+    experts = gl.arange(0, E_POW2, LAYOUT)
+    ends = gl.load(offsets + experts, mask=experts < E, other=0)
+    before = (ends // BLOCK + experts + 1 <= tile) & (experts < E)
+    expert = gl.sum(before.to(gl.int32), 0)
+    begin = gl.load(offsets + expert - 1, mask=(expert > 0) & (expert < E), other=0)
+    end = gl.load(offsets + expert, mask=expert < E, other=0)
+    row = begin + (tile - begin // BLOCK - expert) * BLOCK
+    return expert, row, end
+
+
+@gluon.jit
+def _halves(global_scale, expert, S: gl.constexpr):
+    """(first half's rows to sum first as 0 or 1, ratio of its scale to the other's, the other's scale)."""
+    if S == 2:
+        g0 = gl.load(global_scale + expert * 2)
+        g1 = gl.load(global_scale + expert * 2 + 1)
+        swap = gl.abs(g0) > gl.abs(g1)
+        small = gl.where(swap, g1, g0)
+        large = gl.where(swap, g0, g1)
+        ratio = gl.where(large == 0.0, 0.0, small / gl.where(large == 0.0, 1.0, large))
+        first = gl.where(swap, 1, 0)
+    else:
+        large = gl.load(global_scale + expert)
+        ratio = large
+        first = 0
+    return first, ratio, large
+
+
+@gluon.jit
+def _k_of_step(step, first, STEPS: gl.constexpr, TWO: gl.constexpr):
+    """Where a step begins along k; with TWO halves, the half `first` comes first."""
+    k = step * _K
+    if TWO:
+        HALF: gl.constexpr = STEPS // 2
+        k = gl.where(step < HALF, step + first * HALF, step - HALF + (1 - first) * HALF) * _K
+    return k
+
+
+@gluon.jit
+def _produce(
+    x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles, tiles_m, programs,
+    E, E_POW2: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """Keep the ring filled: for each step the codes and two tiles of x, on one barrier."""
+    BYTES: gl.constexpr = _M * _K // 2 + TOKENS * _K * 2
+    count = 0
+    for tile in range(gl.program_id(0), tiles, programs):
+        expert, row, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS)
+        if row < end:
+            m = tile % tiles_m * _M
+            first = 0
+            if TRANSPOSED and S == 2:
+                first, _ratio, _large = _halves(global_scale, expert, S)
+            for step in range(STEPS):
+                k = _k_of_step(step, first, STEPS, TRANSPOSED and S == 2)
+                stage = count % STAGES
+                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(stage), BYTES)
+                if TRANSPOSED:
+                    place = [expert * N + k, m // 4]
+                else:
+                    place = [0, (expert * N + m) // 4, k // 4]
+                tma.async_copy_global_to_shared(codes, place, full.index(stage), codes_ring.index(stage))
+                tma.async_copy_global_to_shared(x, [row, k], full.index(stage), x_ring.index(stage))
+                count += 1
+
+
+@gluon.jit
+def _decode(words, scale, DTYPE: gl.constexpr, MX: gl.constexpr):
+    """Four tensors of weights, one for each nibble of the 16-bit words."""
+    if DTYPE == gl.bfloat16:
+        ASM: gl.constexpr = _DECODE_BF16_MX if MX else _DECODE_BF16
+        KINDS: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
+    else:
+        gl.static_assert(not MX)
+        ASM: gl.constexpr = _DECODE_FP16
+        KINDS: gl.constexpr = (gl.float16, gl.float16, gl.float16, gl.float16)
+    return gl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r,r", [words, scale], dtype=KINDS, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _decode_two(words, scale, shift, DTYPE: gl.constexpr, MX: gl.constexpr):
+    """Of the words shifted to the right by `shift` bits, the two lowest nibbles."""
+    if DTYPE == gl.bfloat16:
+        ASM: gl.constexpr = _DECODE_BF16_MX_2 if MX else _DECODE_BF16_2
+        KINDS: gl.constexpr = (gl.bfloat16, gl.bfloat16)
+    else:
+        gl.static_assert(not MX)
+        ASM: gl.constexpr = _DECODE_FP16_2
+        KINDS: gl.constexpr = (gl.float16, gl.float16)
+    return gl.inline_asm_elementwise(ASM, "=r,=r,r,r,r,r", [words, scale, shift], dtype=KINDS, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _scales(byte, DTYPE: gl.constexpr, MX: gl.constexpr):
+    if DTYPE == gl.bfloat16:
+        ASM: gl.constexpr = _SCALE_BF16_MX if MX else _SCALE_BF16
+        KIND: gl.constexpr = gl.bfloat16
+    else:
+        ASM: gl.constexpr = _SCALE_FP16
+        KIND: gl.constexpr = gl.float16
+    return gl.inline_asm_elementwise(ASM, "=r,r,r", [byte], dtype=KIND.value, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _load_scales(
+    base, lane_place, register_place, inside, block, step, first, C: gl.constexpr, B: gl.constexpr,
+    STEPS: gl.constexpr, TRANSPOSED: gl.constexpr, TWO: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """The bytes of a step's block scales, as int32: if they were packed here, the load would be waited for at once."""
+    k = _k_of_step(step, first, STEPS, TWO)
+    if TRANSPOSED:
+        place = base + k * (C // B) + lane_place + register_place
+    else:
+        place = base + k // B + lane_place + register_place
+        if C % _K:
+            inside = inside & (block < (C - k) // B)
+    if RAGGED or (C % _K != 0 and not TRANSPOSED):
+        byte = gl.load(place, mask=inside, other=0)
+    else:
+        byte = gl.load(place)
+    return byte.to(gl.int32)
+
+
+@gluon.constexpr_function
+def _words_layout(transposed, warps):
+    """Of the 16-bit words of a step: `[OUTPUTS / 4, DEPTH]` (transposed), or `[4, OUTPUTS / 4, DEPTH / 4]`.
+
+    A thread has the words of the rows of the left operand that are its own, in the order in which it holds their k.
+    """
+    if transposed:
+        registers = [[0, 1], [0, 8], [0, 16], [0, 32]]
+        lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+        group = [[0, 0]] if warps == 8 else []
+        return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]] + group, [], [OUTPUTS // 4, DEPTH])
+    registers = [[0, 0, 1], [1, 0, 0], [0, 0, 8]] + ([[2, 0, 0]] if warps == 4 else [])
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    group = [[2, 0, 0]] if warps == 8 else []
+    shape = [4, OUTPUTS // 4, DEPTH // 4]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 8, 0], [0, 16, 0]] + group, [], shape)
+
+
+@gluon.constexpr_function
+def _blocks_layout(transposed, warps, b, depth):
+    """The same words by blocks, `depth` of k: `[blocks of outputs, words, k]`, or `[OUTPUTS, blocks of k, words]`."""
+    words = b // 4
+    if transposed:
+        registers = [[0, 0, 1]] + [[0, 0, k] for k in (8, 16, 32) if k < depth]
+        outputs = [[0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0]] if b == 32 else [
+            [0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]  # fmt: skip
+        group = [[0, 0, 0]] if warps == 8 else []
+        lanes = [[0, 0, 2], [0, 0, 4]] + outputs[:3]
+        return gl.DistributedLinearLayout(registers, lanes, outputs[3:] + group, [], [OUTPUTS // b, words, depth])
+    blocks = depth // b
+    registers = [[0, 0, 1], [8, 0, 0]] + ([[0, blocks // 2, 0]] if depth == DEPTH else [])
+    registers += [[64, 0, 0]] if warps == 4 else []
+    lanes = [[0, 0, 2], [0, 0, 4] if b == 32 else [0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    group = [[64, 0, 0]] if warps == 8 else []
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]] + group, [], [OUTPUTS, blocks, words])
+
+
+@gluon.constexpr_function
+def _grouped(layout):
+    """A layout of `_blocks_layout` with a dim of 2 in front, along which the two warpgroups differ."""
+
+    def deeper(bases):
+        return [[0, *basis] for basis in bases]
+
+    return gl.DistributedLinearLayout(
+        deeper(layout.reg_bases), deeper(layout.lane_bases), deeper(layout.warp_bases[:-1]) + [[1, 0, 0, 0]], [],
+        [2, *layout.shape],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _left(
+    words, scale, B: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, TRANSPOSED: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """The left operand `[OUTPUTS, DEPTH / 2]` of half a step."""
+    MX: gl.constexpr = B == 32
+    HALF: gl.constexpr = _blocks_layout(TRANSPOSED, WARPS, B, _K // 2)
+    if TRANSPOSED:
+        words = words.reshape([_M // B, B // 4, _K // 2])
+    else:
+        words = words.reshape([_M, _K // 2 // B, B // 4])
+    if TRANSPOSED and WARPS == 8:
+        # Each warpgroup takes two of the four nibbles.
+        GROUPED: gl.constexpr = _grouped(HALF)
+        words = gl.convert_layout(words, gl.SliceLayout(0, GROUPED), assert_trivial=True).expand_dims(0)
+        scale = gl.convert_layout(scale, gl.SliceLayout(0, gl.SliceLayout(2, GROUPED)), assert_trivial=True)
+        scale = scale.expand_dims(0).expand_dims(2)
+        shift = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, GROUPED)))) * 8
+        shift = shift.expand_dims(1).expand_dims(2).expand_dims(3)
+        a, b = _decode_two(words, scale, shift, DTYPE, MX)
+        rows = gl.join(a, b).reshape([2, 4, 8, _K // 2, 2]).permute((0, 1, 4, 2, 3))
+    else:
+        words = gl.convert_layout(words, HALF, assert_trivial=True)
+        AXIS: gl.constexpr = 1 if TRANSPOSED else 2
+        scale = gl.convert_layout(scale, gl.SliceLayout(AXIS, HALF), assert_trivial=True).expand_dims(AXIS)
+        a, b, c, d = _decode(words, scale, DTYPE, MX)
+        quads = gl.join(gl.join(a, b), gl.join(c, d))
+        if TRANSPOSED:
+            rows = quads.reshape([4, 8, _K // 2, 2, 2]).permute((4, 0, 3, 1, 2))
+        else:
+            rows = quads.reshape([_M, 8, 2, 2]).permute((0, 3, 2, 1))
+    return gl.convert_layout(rows.reshape([_M, _K // 2]), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _split(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """The left and the right half of the columns."""
+    return x.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _output_index(p):
+    """Which of the tile's outputs the accumulator's row p holds."""
+    return ((p >> 4) & 3) * 32 + (p & 7) * 4 + (p >> 6) * 2 + ((p >> 3) & 1)
+
+
+@gluon.jit
+def _consume(
+    full, empty, x_ring, codes_ring, scales, global_scale, factor, u, bias, slots, slot_weights, offsets, out,
+    N, out_width, lora_r, tiles, tiles_m, programs,
+    E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
+    TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, RAGGED: gl.constexpr, UNIT: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Of every tile: decode and multiply step by step, then scale, LoRA, bias and store."""
+    MX: gl.constexpr = B == 32
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    TWO: gl.constexpr = TRANSPOSED and S == 2
+    WORDS: gl.constexpr = _words_layout(TRANSPOSED, WARPS)
+    SCALES: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 2, _blocks_layout(TRANSPOSED, WARPS, B, _K))
+    # Where a scale lies: what differs between a thread's registers apart, so that it becomes an offset in the load.
+    if TRANSPOSED:
+        BLOCKS: gl.constexpr = _M // B
+        block = gl.arange(0, BLOCKS, gl.SliceLayout(1, SCALES))[:, None]
+        k = gl.arange(0, _K, gl.SliceLayout(0, SCALES))[None, :]
+        lane_place = (k & 6) * (C // B) + block
+        register_place = (k & ~6) * (C // B) + block * 0
+    else:
+        BLOCKS: gl.constexpr = _K // B
+        block = gl.arange(0, BLOCKS, gl.SliceLayout(0, SCALES))[None, :]
+        p = gl.arange(0, _M, gl.SliceLayout(1, SCALES))[:, None]
+        LANE_BLOCK: gl.constexpr = 0 if MX else 1
+        LANE_ROW: gl.constexpr = 0x37 if WARPS == 4 else 0x77
+        lane_place = _output_index(p & LANE_ROW) * (C // B) + (block & LANE_BLOCK)
+        register_place = _output_index(p & ~LANE_ROW) * (C // B) + (block & ~LANE_BLOCK)
+
+    count = 0
+    for tile in range(gl.program_id(0), tiles, programs):
+        expert, row, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS)
+        if row < end:
+            m0 = tile % tiles_m * _M
+            first = 0
+            ratio = 1.0
+            large = 1.0
+            if TRANSPOSED:
+                first, ratio, large = _halves(global_scale, expert, S)
+                scale_base = scales + expert.to(gl.int64) * N * (C // B) + m0 // B
+                inside = (block < (C - m0) // B) & (k < _K)
+
+            else:
+                scale_base = scales + (expert.to(gl.int64) * N + m0) * (C // B)
+                inside = (_output_index(p) < N - m0) & (block < BLOCKS)
+
+            raw = _load_scales(
+                scale_base, lane_place, register_place, inside, block, 0, first, C, B, STEPS, TRANSPOSED, TWO, RAGGED
+            )
+            acc = gl.zeros([_M, TOKENS], gl.float32, MMA)
+            previous = gl.zeros([_M, _K // 2], DTYPE, OPERAND)
+            for step in range(STEPS):
+                stage = count % STAGES
+                scale = _scales(raw, DTYPE, MX)
+                if TRANSPOSED:
+                    scale_low, scale_high = _split(scale, BLOCKS, _K)
+                else:
+                    scale_low, scale_high = _split(scale, _M, BLOCKS)
+                # A step ahead; after the last, once more what is known to be there.
+                ahead = gl.minimum(step + 1, STEPS - 1)
+                raw = _load_scales(
+                    scale_base,
+                    lane_place,
+                    register_place,
+                    inside,
+                    block,
+                    ahead,
+                    first,
+                    C,
+                    B,
+                    STEPS,
+                    TRANSPOSED,
+                    TWO,
+                    RAGGED,
+                )
+                mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+                if TRANSPOSED:
+                    words = codes_ring.index(stage).permute((1, 0)).load(WORDS)
+                    low, high = _split(words, _M // 4, _K)
+                else:
+                    words = codes_ring.index(stage).load(WORDS)
+                    words = words.reshape([2, 2, 4, 8, _K // 4]).permute((0, 2, 1, 3, 4)).reshape([_M, _K // 4])
+                    low, high = _split(words, _M, _K // 4)
+                left = _left(low, scale_low, B, OPERAND, DTYPE, TRANSPOSED, WARPS)
+                acc = warpgroup_mma(
+                    left, x_ring.index(stage).slice(0, _K // 2, dim=1).permute((1, 0)), acc, is_async=True
+                )
+                # All products before this one are done: with their registers, and with the stage before.
+                acc, previous = warpgroup_mma_wait(1, deps=[acc, previous])
+                if step > 0:
+                    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+                previous = _left(high, scale_high, B, OPERAND, DTYPE, TRANSPOSED, WARPS)
+                acc = warpgroup_mma(
+                    previous, x_ring.index(stage).slice(_K // 2, _K // 2, dim=1).permute((1, 0)), acc, is_async=True
+                )
+                acc, left = warpgroup_mma_wait(1, deps=[acc, left])
+                if TWO:
+                    if step == STEPS // 2 - 1:
+                        acc = warpgroup_mma_wait(0, deps=[acc])
+                        acc = acc * ratio
+                count += 1
+            acc, previous = warpgroup_mma_wait(0, deps=[acc, previous])
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+
+            m = m0 + _output_index(gl.arange(0, _M, gl.SliceLayout(1, MMA)))
+            if TRANSPOSED:
+                acc = acc * (large * UNIT)
+            elif S == 2:
+                g0 = gl.load(global_scale + expert * 2) * UNIT
+                g1 = gl.load(global_scale + expert * 2 + 1) * UNIT
+                acc = acc * gl.where(m < N // 2, g0, g1)[:, None]
+            else:
+                acc = acc * (gl.load(global_scale + expert) * UNIT)
+
+            if R > 0:
+                CHUNK: gl.constexpr = 32 if R > 32 else R
+                U_LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CHUNK, CHUNK // 8], [WARPS, 1], [1, 0])
+                U_SHARED: gl.constexpr = gl.NVMMASharedLayout(CHUNK * 2, 16, rank=2)
+                u_tile = gl.allocate_shared_memory(DTYPE, [TOKENS, CHUNK], U_SHARED)
+                m_left = m0 + _output_index(gl.arange(0, _M, gl.SliceLayout(1, OPERAND)))
+                r_left = gl.arange(0, CHUNK, gl.SliceLayout(0, OPERAND))
+                row_u = row + gl.arange(0, TOKENS, gl.SliceLayout(1, U_LOAD))
+                r_u = gl.arange(0, CHUNK, gl.SliceLayout(0, U_LOAD))
+                factor_e = factor + expert.to(gl.int64) * lora_r * out_width
+                for chunk in gl.static_range(0, R, CHUNK):
+                    if TRANSPOSED:
+                        place_f = (r_left + chunk)[None, :] * out_width + m_left[:, None]
+                    else:
+                        place_f = m_left[:, None] * lora_r + (r_left + chunk)[None, :]
+                    mask_f = (m_left < out_width)[:, None] & (r_left + chunk < lora_r)[None, :]
+                    f = gl.load(factor_e + place_f, mask=mask_f, other=0.0).to(DTYPE)
+                    u_mask = (row_u < end)[:, None] & (r_u + chunk < lora_r)[None, :]
+                    u_value = gl.load(
+                        u + row_u.to(gl.int64)[:, None] * lora_r + (r_u + chunk)[None, :], mask=u_mask, other=0.0
+                    )
+                    u_tile.store(u_value)
+                    fence_async_shared()
+                    acc = warpgroup_mma(f, u_tile.permute((1, 0)), acc, is_async=True)
+                    acc, f = warpgroup_mma_wait(0, deps=[acc, f])
+            if bias is not None:
+                bias_m = gl.load(bias + expert.to(gl.int64) * out_width + m, mask=m < out_width, other=0.0)
+                bias_m = bias_m.to(gl.float32)[:, None]
+                if WEIGHTED_BIAS:
+                    row_b = row + gl.arange(0, TOKENS, gl.SliceLayout(0, MMA))
+                    slot = gl.load(slots + row_b, mask=row_b < end, other=0)
+                    weight = gl.load(slot_weights + slot, mask=row_b < end, other=0.0).to(gl.float32)
+                    acc += bias_m * weight[None, :]
+                else:
+                    acc += bias_m
+            OUT: gl.constexpr = _out_layout(TOKENS, WARPS)
+            tile_out = acc.to(DTYPE).reshape([2, 4, 2, 8, TOKENS]).permute((4, 1, 3, 0, 2)).reshape([TOKENS, _M])
+            tile_out = gl.convert_layout(tile_out, OUT, assert_trivial=True)
+            token = gl.arange(0, TOKENS, gl.SliceLayout(1, OUT))
+            column = gl.arange(0, _M, gl.SliceLayout(0, OUT))
+            out_tile = out + row.to(gl.int64) * out_width + m0
+            mask = (token < end - row)[:, None] & (column < out_width - m0)[None, :]
+            gl.store(out_tile + token[:, None] * out_width + column[None, :], tile_out, mask=mask)
+
+
+@gluon.constexpr_function
+def _out_layout(tokens, warps):
+    """Of `[TOKENS, OUTPUTS]`: what the accumulator is once its rows are put in order."""
+    registers = [[0, 1]] + ([[0, 2]] if warps == 4 else []) + [[1, 0]]
+    registers += [[8 << i, 0] for i in range((tokens // 8).bit_length() - 1)]
+    lanes = [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]]
+    group = [[0, 2]] if warps == 8 else []
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 32], [0, 64]] + group, [], [tokens, OUTPUTS])
+
+
+@gluon.jit
+def grouped_product(
+    x, codes, scales, global_scale, factor, u, bias, slots, slot_weights, offsets, out, N, out_width, lora_r,
+    tiles, tiles_m, programs,
+    E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
+    TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, RAGGED: gl.constexpr, UNIT: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    """x: a descriptor of `[TOKENS, DEPTH]` boxes; codes: of the codes as int16, see `code_boxes`."""
+    x_ring = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, _K], x.layout)
+    codes_ring = gl.allocate_shared_memory(gl.int16, [STAGES] + codes.block_type.shape, codes.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume, (
+                full, empty, x_ring, codes_ring, scales, global_scale, factor, u, bias, slots, slot_weights, offsets,
+                out, N, out_width, lora_r, tiles, tiles_m, programs, E, E_POW2, C, B, S, R, TOKENS, STEPS, STAGES,
+                WARPS, TRANSPOSED, WEIGHTED_BIAS, RAGGED, UNIT, DTYPE)),
+            (_produce, (
+                x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles, tiles_m, programs,
+                E, E_POW2, TOKENS, STEPS, STAGES, TRANSPOSED, S)),
+        ],
+        [1], [24],
+    )  # fmt: skip
