@@ -1,6 +1,7 @@
 """Inductor's CUDA code, generated on a machine that has no GPU, for tests to look at. Nothing is launched.
 
     code = generate(fn, *cpu_inputs, capability=(8, 0))
+    forward, backward = generate_training(fn, *cpu_inputs)
     kernels = triton_kernels(code)
 
 `fn` is traced on real CPU tensors (Dynamo, autograd, AOTAutograd). The graph that then reaches Inductor is
@@ -17,6 +18,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -36,32 +38,67 @@ from triton.compiler import ASTSource
 
 DEVICE = torch.device("cuda", 0)
 Capability = tuple[int, int]
+SHARED_MEMORY = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}  # elsewhere 99 KiB
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph that reached Inductor: its source for the GPU, and what went in and came out when it ran on the CPU."""
+
+    source: str
+    inputs: list[Any]
+    outputs: list[Any]
 
 
 def generate(fn: Callable[..., Any], *inputs: Any, capability: Capability = (9, 0), **compile_options: Any) -> str:
     """The source of the module that Inductor makes of `fn` on a GPU; forward only, `fn` must be one graph."""
+    (graph,), _ = _generate(fn, inputs, capability, compile_options)
+    return graph.source
+
+
+def generate_training(
+    fn: Callable[..., torch.Tensor], *inputs: Any, capability: Capability = (9, 0), **compile_options: Any
+) -> tuple[Graph, Graph]:
+    """The forward and the backward graph of `fn`, which returns one tensor that takes a gradient."""
+    graphs, out = _generate(fn, inputs, capability, compile_options)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.dtype))
+    forward, backward = graphs
+    return forward, backward
+
+
+def _generate(
+    fn: Callable[..., Any], inputs: Any, capability: Capability, compile_options: dict[str, Any]
+) -> tuple[list[Graph], Any]:
+    """(the graphs that ran so far, what `fn` returned); a backward is added when it runs."""
+    graphs: list[Graph] = []
     sources: list[str] = []
 
     def keep_source(graph: GraphLowering) -> Any:
         wrapper, _kernels = graph.codegen()
         sources.append(wrapper.value)
         return types.SimpleNamespace(
-            call=None, __file__=None, key="not loaded", recursively_apply_fns=None, runner=None
+            call=lambda _: None, __file__=None, key="not loaded", recursively_apply_fns=None, runner=None
         )
 
     def lower(graph: torch.fx.GraphModule, example_inputs: Any, **options: Any) -> Callable[..., Any]:
         moved, moved_inputs = _on_gpu(graph, example_inputs)
         with _fake_cuda(capability), mock.patch.object(GraphLowering, "compile_to_module", keep_source):
             compile_fx.compile_fx_inner(moved, moved_inputs, **options)
-        return compile_fx.make_boxed_func(graph.forward)  # the graph itself then runs on the CPU
+        source = sources.pop()
+
+        def run(*args: Any) -> Any:  # the graph itself, on the CPU
+            outputs = graph.forward(*args)
+            graphs.append(Graph(source, list(args), list(outputs)))
+            return outputs
+
+        return compile_fx.make_boxed_func(run)
 
     def backend(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
         return compile_fx.compile_fx(graph, example_inputs, inner_compile=lower)
 
     torch._dynamo.reset()
-    torch.compile(fn, backend=backend, fullgraph=True, **compile_options)(*inputs)
-    (source,) = sources
-    return source
+    out = torch.compile(fn, backend=backend, fullgraph=True, **compile_options)(*inputs)
+    return graphs, out
 
 
 def triton_kernels(source: str) -> dict[str, str]:
@@ -122,7 +159,7 @@ def _fake_cuda(capability: Capability) -> Iterator[None]:
         warp_size=32,
         total_memory=80 << 30,
         L2_cache_size=50 << 20,
-        shared_memory_per_block_optin=99 << 10,
+        shared_memory_per_block_optin=SHARED_MEMORY.get(capability, 99 << 10),
     )
     answers: dict[str, Any] = {
         "is_available": True,
@@ -130,6 +167,8 @@ def _fake_cuda(capability: Capability) -> Iterator[None]:
         "current_device": 0,
         "get_device_properties": properties,
         "get_device_capability": capability,
+        "get_device_name": properties.name,
+        "is_tf32_supported": True,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": None,
         "is_initialized": True,
@@ -160,7 +199,9 @@ def _target(capability: Capability) -> GPUTarget:
 
 def _forget_devices() -> None:
     """Drop what functools caches remember of the devices there are."""
-    for module in ("torch.utils._triton", "torch._inductor.utils", "torch._inductor.runtime.hints"):
+    theirs = ("torch.utils._triton", "torch._inductor.utils", "torch._inductor.runtime.hints")
+    ours = ("torch_nvfp4.lowering.configs", "torch_nvfp4.lowering.hopper", "torch_nvfp4.ops.cuda")
+    for module in (*theirs, *(name for name in ours if name in sys.modules)):
         for value in vars(sys.modules[module]).values():
             if isinstance(value, functools._lru_cache_wrapper):
                 value.cache_clear()

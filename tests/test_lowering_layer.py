@@ -1,0 +1,121 @@
+"""A whole layer as Inductor compiles it for a GPU, on a machine without one: its launches, and their numbers."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import expecttest
+import fakecuda
+import pytest
+import torch
+from fakecuda import Graph
+from launches import buffers, launches, of_router
+from moe_block import block_and_inputs
+
+from torch_nvfp4.ops import cuda
+
+HERE = Path(__file__).parent
+SIZES = dict(t=64, k=8, e=16, h=128, i=128, ranks=(8, 4), dtype=torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cuda, "_enabled", True)
+    yield
+
+
+def journal(graphs: tuple[Graph, Graph], path: str) -> tuple[list[str], list[str]]:
+    forward, backward = (list(launches(graph.source, path)) for graph in graphs)
+    assert len([launch for launch in forward if not of_router(launch)]) <= 8
+    assert len([launch for launch in backward if not of_router(launch)]) <= 11
+    return forward, backward
+
+
+def assert_nothing_decoded(graphs: tuple[Graph, Graph]) -> None:
+    """No tensor around the launches is as large as a decoded weight."""
+    e, h, i = SIZES["e"], SIZES["h"], SIZES["i"]
+    decoded = {e * 2 * i * h, e * h * i}
+    factor = {e * r * width for r in SIZES["ranks"] for width in (h, 2 * i, i)}
+    assert not decoded & factor
+    for graph in graphs:
+        sizes = {math.prod(size) for size in buffers(graph.source)}
+        assert max(sizes) < min(decoded) and not sizes & decoded
+
+
+def test_launches_of_a_layer_on_hopper() -> None:
+    block, inputs = block_and_inputs(**SIZES)
+    graphs = fakecuda.generate_training(block, *inputs, capability=(9, 0))
+    assert_nothing_decoded(graphs)
+    forward, backward = journal(graphs, "HOPPER")
+    expecttest.assert_expected_inline(
+        "\n".join(forward),
+        """\
+library: mm
+router: softmax
+library: aten.topk
+router: div_sum
+route_count
+route_place
+template: shrink
+hopper grouped_product: y
+template: glu_forward
+template: shrink
+hopper grouped_product: y
+rows: add ge index select mean mul pow rsqrt where""",
+    )
+    expecttest.assert_expected_inline(
+        "\n".join(backward),
+        """\
+rows: add div mul pow sum
+template: shrink
+hopper grouped_product: gx
+template: glu_backward
+template: wgrad
+template: wgrad
+template: shrink
+hopper grouped_product: gx
+template: wgrad
+template: wgrad
+pointwise: add ge index select where
+router: scatter
+router: scatter
+router: softmax
+library: mm
+library: addmm""",
+    )
+
+
+@pytest.fixture(scope="module")
+def small() -> dict[torch.dtype, tuple[Graph, Graph]]:
+    """Graphs of a small layer with biases; in bf16 the number of tokens is symbolic."""
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "_enabled", True)
+        for dtype in (torch.float32, torch.bfloat16):
+            block, inputs = block_and_inputs(t=6, k=2, e=3, h=64, i=32, dtype=dtype, bias=True)
+            for token_side in inputs[:2]:
+                if dtype == torch.bfloat16 and token_side is not None:
+                    torch._dynamo.mark_dynamic(token_side, 0)
+            made[dtype] = fakecuda.generate_training(block, *inputs, capability=(8, 0))
+    return made
+
+
+def test_a_layer_on_ampere_is_all_templates(small: dict[torch.dtype, tuple[Graph, Graph]]) -> None:
+    for graphs in small.values():
+        forward, backward = (list(launches(graph.source)) for graph in graphs)
+        assert forward.count("template: grouped_linear") == backward.count("template: grouped_dgrad") == 2
+        assert not any("nvfp4." in launch for launch in (*forward, *backward))
+
+
+def test_generated_kernels_compute_the_layer(small: dict[torch.dtype, tuple[Graph, Graph]], tmp_path: Path) -> None:
+    """Forward and backward, run in the interpreter, give what the same graphs give on the CPU."""
+    saved = [(dtype, g.source, g.inputs, g.outputs) for dtype, graphs in small.items() for g in graphs]
+    torch.save(saved, tmp_path / "graphs.pt")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "interpreted_graphs.py", str(tmp_path / "graphs.pt")]
+    run = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1] == "all agree"
