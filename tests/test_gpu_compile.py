@@ -1,4 +1,4 @@
-"""A compiled layer on a GPU: one graph, the eager layer's numbers. (Its products are calls of the eager kernels.)"""
+"""A compiled layer on a GPU: one graph, the eager layer's numbers."""
 
 import pytest
 import torch
