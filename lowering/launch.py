@@ -5,6 +5,8 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_nvfp4.ops import observe
@@ -63,10 +65,37 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     if device.type == "meta":
         return
     if device.index == torch.cuda.current_device():
-        kernel[grid](*args, **options)
+        _run(kernel, grid, device.index, args, options)
     else:
         with torch.cuda.device(device):
-            kernel[grid](*args, **options)
+            _run(kernel, grid, device.index, args, options)
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def _run(kernel: Any, grid: tuple[int, ...], device: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Launch what was compiled for such arguments; Triton's own look-up costs the host several times as much."""
+    key = (id(kernel), device, *map(_kind, args), *options.values())
+    known = _compiled.get(key)
+    if known is not None:
+        compiled, constants = known
+        compiled[(*grid, 1, 1)](*args, *constants)
+        return
+    compiled = kernel[grid](*args, **options)
+    if isinstance(kernel, JITFunction):
+        _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+
+
+def _kind(arg: Any) -> Any:
+    """All that Triton compiles a kernel differently for, and no less."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() & 15 == 0
+    if type(arg) is int:
+        return arg == 1, arg & 15 == 0, arg >> 31
+    if isinstance(arg, (TensorDescriptor, GluonDescriptor)):
+        return tuple(arg.block_shape), arg.base.dtype
+    return type(arg)
 
 
 def tma_descriptor(x: Tensor, block: list[int], available: bool) -> TensorDescriptor | None:

@@ -35,10 +35,14 @@ _M = gl.constexpr(OUTPUTS)
 _K = gl.constexpr(DEPTH)
 
 
+_X_BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_COLUMNS_BOX = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+_ROWS_BOX = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=3)
+
+
 def x_boxes(x: Tensor, tokens: int) -> TensorDescriptor:
     """A TMA descriptor of contiguous rows, for boxes `[tokens, DEPTH]`."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tokens, DEPTH], layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tokens, DEPTH], _X_BOX)
 
 
 def code_boxes(codes: Tensor, transposed: bool) -> TensorDescriptor:
@@ -48,13 +52,12 @@ def code_boxes(codes: Tensor, transposed: bool) -> TensorDescriptor:
     row 4i + s at `[s, i]`: eight threads side by side then read rows that lie side by side.
     """
     e, n, half_c = codes.shape
-    words = codes.view(torch.int16).view(e * n, half_c // 2)
+    words = codes.view(torch.int16)
     if transposed:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
-        return TensorDescriptor(words, list(words.shape), list(words.stride()), [DEPTH, OUTPUTS // 4], layout)
-    words = words.view(e * n // 4, 4, half_c // 2).permute(1, 0, 2)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=3)
-    return TensorDescriptor(words, list(words.shape), list(words.stride()), [4, OUTPUTS // 4, DEPTH // 4], layout)
+        box = [DEPTH, OUTPUTS // 4]
+        return TensorDescriptor(words, [e * n, half_c // 2], [half_c // 2, 1], box, _COLUMNS_BOX)
+    shape, strides = [4, e * n // 4, half_c // 2], [half_c // 2, 2 * half_c, 1]
+    return TensorDescriptor(words, shape, strides, [4, OUTPUTS // 4, DEPTH // 4], _ROWS_BOX)
 
 
 def _nibbles(dtype: str, count: int, lift: int | None = None) -> str:
