@@ -30,7 +30,6 @@ from torch import Tensor
 from torch_layers import packed_layer, reference, resident_layer
 
 from torch_nvfp4._explain.card import Card, measure, median_ms
-from torch_nvfp4.ops import cuda
 
 Forward = Callable[[], Tensor]
 
@@ -200,7 +199,6 @@ def chosen_rows(options: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     options = parse()
-    cuda.enable()
     torch.backends.cuda.matmul.allow_tf32 = False
     repeats = min(options.repeats, 10) if options.fast else options.repeats
     card = measure()

@@ -197,12 +197,12 @@ ORDER = {Path.LOOP: shrink.SPLIT.value, Path.HOPPER: shrink.FRAGMENT.value, Path
 
 
 def _path(x: Tensor, m: int, weight: Weight, *, transposed: bool = False) -> Path:
-    if hopper.supports(weight, x, transposed=transposed):
-        return Path.HOPPER
     e, n, _ = weight.sizes
-    if configs.use_scratch(m, e, n, weight.global_scale.shape[1], x.dtype, x.device.index):
-        return Path.SCRATCH
-    return Path.LOOP
+    scratch_fits = configs.use_scratch(m, e, n, weight.global_scale.shape[1], x.dtype, x.device.index)
+    if hopper.supports(weight, x, transposed=transposed):
+        many = transposed and configs.rows_per_expert(m, e) >= configs.HOPPER_DGRAD_ROWS
+        return Path.SCRATCH if scratch_fits and many else Path.HOPPER
+    return Path.SCRATCH if scratch_fits else Path.LOOP
 
 
 def _x_width(weight: Weight, path: Path) -> int:

@@ -7,10 +7,7 @@ import torch
 from strategies import Layer
 from torch import Tensor
 
-from torch_nvfp4.ops import cuda
-
 DEVICE = "cuda"
-cuda.enable()
 
 
 def to_cuda(tensor: Tensor | None, device: str = DEVICE) -> Tensor | None:

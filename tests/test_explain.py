@@ -13,7 +13,7 @@ from torch import Tensor
 import torch_nvfp4
 from torch_nvfp4._explain.sort import observed_ops, plain_ops
 from torch_nvfp4._explain.watch import OpRun, PlainOps, Watch
-from torch_nvfp4.ops import cuda, observe
+from torch_nvfp4.ops import observe
 
 E, H, I, T, K, R = 4, 64, 32, 16, 2, 4
 CARD = torch_nvfp4.Card("made-up card", flops=1e12, bandwidth=1e12)
@@ -191,7 +191,6 @@ def test_ops_that_generated_code_took() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_on_a_gpu(compiled: bool) -> None:
-    cuda.enable()
     layer: Any = experts("cuda")
     told = torch_nvfp4.explain(
         torch.compile(layer, fullgraph=True) if compiled else layer, *inputs("cuda", torch.bfloat16), card=CARD

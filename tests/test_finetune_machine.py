@@ -15,7 +15,7 @@ from torch_nvfp4.train.config import FinetuneError
 from torch_nvfp4.train.device import Machine, choose_device, inspect_machine
 from torch_nvfp4.train.report import size
 
-NOTHING = Machine(torch_cuda=None, cuda_usable=False, gpu_present=False, driver="", kernels=False)
+NOTHING = Machine(torch_cuda=None, cuda_usable=False, gpu_present=False, driver="", no_kernels="")
 
 
 def machine(**changes: object) -> Machine:
@@ -23,7 +23,7 @@ def machine(**changes: object) -> Machine:
 
 
 def test_cpu_is_taken_in_silence_only_where_there_is_no_gpu() -> None:
-    gpu = machine(torch_cuda="13.0", cuda_usable=True, gpu_present=True, driver="580.1", kernels=True)
+    gpu = machine(torch_cuda="13.0", cuda_usable=True, gpu_present=True, driver="580.1")
     assert choose_device("auto", NOTHING) == ("cpu", "")
     assert choose_device("auto", gpu) == ("cuda", "")
     assert choose_device("cuda", gpu) == ("cuda", "")
@@ -31,9 +31,8 @@ def test_cpu_is_taken_in_silence_only_where_there_is_no_gpu() -> None:
 
 
 def test_a_gpu_that_is_not_used_is_said() -> None:
-    no_kernels = machine(torch_cuda="13.0", cuda_usable=True, gpu_present=True, driver="580.1")
-    line = "trains on the CPU: the GPU is not used, because this version has no CUDA kernels yet"
-    assert choose_device("auto", no_kernels) == ("cpu", line)
+    turing = machine(torch_cuda="13.0", cuda_usable=True, gpu_present=True, driver="580.1", no_kernels="T4 is sm_75")
+    assert choose_device("auto", turing) == ("cpu", "trains on the CPU: the GPU is not used, because T4 is sm_75")
     no_cuda_build = machine(gpu_present=True, driver="580.1")
     line = "trains on the CPU: there is an NVIDIA GPU, but this torch was built without CUDA"
     assert choose_device("auto", no_cuda_build) == ("cpu", line)
@@ -61,8 +60,8 @@ def test_an_old_driver_is_an_error_and_never_the_cpu() -> None:
             "install a CUDA build of torch",
         ),
         (
-            {"torch_cuda": "13.0", "cuda_usable": True, "gpu_present": True},
-            "--device cuda: the GPU is not used, because this version has no CUDA kernels yet: pass --device cpu",
+            {"torch_cuda": "13.0", "cuda_usable": True, "gpu_present": True, "no_kernels": "T4 is sm_75"},
+            "--device cuda: the GPU is not used, because T4 is sm_75: pass --device cpu",
         ),
     ],
 )

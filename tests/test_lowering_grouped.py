@@ -1,7 +1,7 @@
 """Lowerings of the grouped ops: which ways there are, when they are timed, under which key; symbolic T; fallbacks."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +14,13 @@ from torch._inductor.select_algorithm import create_inputs_key
 
 from torch_nvfp4 import lowering
 from torch_nvfp4.lowering import configs
-from torch_nvfp4.ops import cuda, routing
+from torch_nvfp4.ops import routing
 
 E, K = 4, 2
 AMPERE, HOPPER, CONSUMER = (8, 0), (9, 0), (12, 0)
 
 
-@pytest.fixture(autouse=True)
-def _cuda_kernels(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
-    monkeypatch.setattr(cuda, "_enabled", True)
-    yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def linear_inputs(t: int, dtype: torch.dtype = torch.bfloat16, c: int = 64) -> list[Tensor | None]:
@@ -48,12 +45,12 @@ def calls(code: str) -> list[str]:
     return re.findall(r"(triton_tem_\w+\.run\(.*|extern_kernels\.\w+\(.*|torch\.ops\.nvfp4\.[\w.]+\(.*)\)", code)
 
 
-@pytest.mark.parametrize(("dtype", "enabled"), [(torch.float64, True), (torch.bfloat16, False)], ids=str)
-def test_without_a_triton_kernel_the_op_stays_a_call(
-    dtype: torch.dtype, enabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "_enabled", enabled)
-    (call,) = calls(fakecuda.generate(linear, *linear_inputs(8, dtype), capability=AMPERE))
+TURING = (7, 5)
+
+
+@pytest.mark.parametrize(("dtype", "capability"), [(torch.float64, AMPERE), (torch.float16, TURING)], ids=str)
+def test_without_a_triton_kernel_the_op_stays_a_call(dtype: torch.dtype, capability: fakecuda.Capability) -> None:
+    (call,) = calls(fakecuda.generate(linear, *linear_inputs(8, dtype), capability=capability))
     assert call.startswith("torch.ops.nvfp4.grouped_lora_linear.default(")
 
 

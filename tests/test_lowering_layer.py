@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import expecttest
@@ -15,16 +14,8 @@ from fakecuda import Graph
 from launches import buffers, launches, of_router
 from moe_block import block_and_inputs
 
-from torch_nvfp4.ops import cuda
-
 HERE = Path(__file__).parent
 SIZES = dict(t=64, k=8, e=16, h=128, i=128, ranks=(8, 4), dtype=torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def _cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cuda, "_enabled", True)
-    yield
 
 
 def journal(graphs: tuple[Graph, Graph], path: str) -> tuple[list[str], list[str]]:
@@ -92,14 +83,12 @@ library: addmm""",
 def small() -> dict[torch.dtype, tuple[Graph, Graph]]:
     """Graphs of a small layer with biases; in bf16 the number of tokens is symbolic."""
     made = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "_enabled", True)
-        for dtype in (torch.float32, torch.bfloat16):
-            block, inputs = block_and_inputs(t=6, k=2, e=3, h=64, i=32, dtype=dtype, bias=True)
-            for token_side in inputs[:2]:
-                if dtype == torch.bfloat16 and token_side is not None:
-                    torch._dynamo.mark_dynamic(token_side, 0)
-            made[dtype] = fakecuda.generate_training(block, *inputs, capability=(8, 0))
+    for dtype in (torch.float32, torch.bfloat16):
+        block, inputs = block_and_inputs(t=6, k=2, e=3, h=64, i=32, dtype=dtype, bias=True)
+        for token_side in inputs[:2]:
+            if dtype == torch.bfloat16 and token_side is not None:
+                torch._dynamo.mark_dynamic(token_side, 0)
+        made[dtype] = fakecuda.generate_training(block, *inputs, capability=(8, 0))
     return made
 
 

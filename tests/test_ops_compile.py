@@ -334,14 +334,23 @@ nvfp4.grouped_lora_linear
 nvfp4.glu_grouped_lora_linear
 <built-in function getitem>
 <built-in function getitem>
+aten.view
+aten.unbind.int
+<built-in function getitem>
+<built-in function getitem>
 aten.ge.Scalar
 aten.unsqueeze
 aten.clamp_min
 aten.index_select
 aten.scalar_tensor
 aten.where.self
-aten.view
-aten.sum.dim_IntList
+aten.add.Tensor
+aten.ge.Scalar
+aten.unsqueeze
+aten.clamp_min
+aten.index_select
+aten.where.self
+aten.add.Tensor
 """,
         )
 
@@ -366,8 +375,10 @@ nvfp4.grouped_lora_wgrad
 aten.index_select
 aten.scalar_tensor
 aten.where.self
-aten.view
-aten.sum.dim_IntList
+aten.add.Tensor
+aten.index_select
+aten.where.self
+aten.add.Tensor
 """,
         )
 
@@ -389,7 +400,9 @@ torch.int32 [4]
 torch.float32 [34, 32]
 torch.float32 [34, 4]
 torch.float32 [34, 4]
-torch.bool [34, 1]
-torch.int32 [34]
+torch.bool [17, 1]
+torch.int32 [17]
+torch.bool [17, 1]
+torch.int32 [17]
 """,
         )

@@ -41,11 +41,11 @@ def test_a_few_tokens_meet_every_kernel_of_all_tokens(hopper: None, sizes: Layer
     assert {key(launch) for launch in dry_launches(sizes, others)} <= met
 
     kernels = [kernel for kernel, _ in met]
-    # Tiles of the decoding products, each for both projections; the products with scratch are for large T.
-    assert kernels.count("grouped_linear") == 2 * len(configs.LINEAR_CONFIGS)
-    assert kernels.count("grouped_dgrad") == 2 * len(configs.DGRAD_CONFIGS)
+    # Every tile of the warp-specialised product, linear and dgrad, for both projections; slices are for large T.
+    assert kernels.count("grouped_product") == 2 * (len(configs.HOPPER_CONFIGS) + len(configs.HOPPER_CONFIGS[1:]))
+    assert kernels.count("grouped_dense") == 2 and "grouped_linear" not in kernels
     assert {"shrink", "wgrad", "glu_forward", "glu_backward", "combine", "route_count", "route_place"} <= {*kernels}
-    assert len(met) <= 32
+    assert len(met) <= 36
 
 
 def test_integers_add_few_variants(hopper: None) -> None:
@@ -124,9 +124,7 @@ def test_commands_without_a_gpu(
 @pytest.mark.gpu
 def test_tune_meets_every_kernel_that_training_then_uses() -> None:
     from torch_nvfp4._explain.warm import launches_of, warm
-    from torch_nvfp4.ops import cuda
 
-    cuda.enable()
     sizes = LayerSizes(256, 128, 8, 2)
     said: list[str] = []
     seen = warm(sizes, representative_tokens(sizes, 4096), said.append)

@@ -179,4 +179,4 @@ def _no_gpu() -> str:
     machine = inspect_machine()
     if not machine.cuda_usable:
         return "torch finds none here that it can use"
-    return "" if machine.kernels else "the CUDA kernels of this version are not released"
+    return machine.no_kernels

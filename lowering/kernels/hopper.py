@@ -538,7 +538,7 @@ def _out_layout(tokens, warps):
     return gl.DistributedLinearLayout(registers, lanes, [[0, 32], [0, 64]] + group, [], [tokens, OUTPUTS])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tiles", "tiles_m", "programs"])
 def grouped_product(
     x, codes, scales, global_scale, factor, u, bias, slots, slot_weights, offsets, out, N, out_width, lora_r,
     tiles, tiles_m, programs,

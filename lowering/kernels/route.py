@@ -11,7 +11,7 @@ def _expert_of(ids, slots, M, E):
     return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "blocks_per_chunk"])
 def route_count(ids, counts, M, blocks_per_chunk, E, BINS: tl.constexpr, BLOCK: tl.constexpr):
     """counts[chunk, expert]: how many slots of this program's chunk each expert has; bin E: those not routed."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -22,7 +22,7 @@ def route_count(ids, counts, M, blocks_per_chunk, E, BINS: tl.constexpr, BLOCK: 
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "blocks_per_chunk", "chunks"])
 def route_place(
     ids, counts, rows, inverse, offsets, M, blocks_per_chunk, chunks,
     E, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,

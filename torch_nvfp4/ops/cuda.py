@@ -1,8 +1,4 @@
-"""The door to the Triton kernels: imported at the first call on a GPU, and closed unless somebody opens it.
-
-They are right on every small size that the GPU tests draw, and give NaN at some large ones on an H200 (see
-docs/performance.md). Until that is mended a CUDA tensor is refused in words, and work on the kernels calls `enable`.
-"""
+"""The door to the Triton kernels: imported at the first call on a GPU, and a refusal in words where they cannot run."""
 
 import importlib
 from collections.abc import Callable
@@ -15,18 +11,6 @@ OLDEST = (8, 0)
 """The oldest compute capability that the kernels are built for: bf16 products and asynchronous copies."""
 _HOMES = {"quantize": "pack", "fake_quantize": "pack", "dequantize": "pack"}
 """Modules of `torch_nvfp4.lowering` that hold the launcher of an op; all others are in `eager`."""
-
-_enabled = False
-
-
-def enable() -> None:
-    """Let the ops run the unreleased Triton kernels on CUDA tensors, in this process, from now on."""
-    global _enabled
-    _enabled = True
-
-
-def enabled() -> bool:
-    return _enabled
 
 
 @cache
@@ -56,7 +40,7 @@ def launcher(op: str, otherwise: Callable[..., Any] | None = None) -> Callable[.
     """The op's CUDA kernel for the dispatcher; where it cannot run, `otherwise` or a refusal in words."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        why = unsupported(args[0].device.index) if _enabled else "it has no CUDA kernel in this version"
+        why = unsupported(args[0].device.index)
         if why is None:
             return cuda_kernel(op)(*args, **kwargs)
         if otherwise is not None:

@@ -36,9 +36,9 @@ def combine(rows_MN: Tensor, inverse_M: Tensor, top_k: int, dtype: torch.dtype) 
     Gathers, so the same input always gives the same bits. Slots that are not routed are left out by selection, not
     by a product with 0: what lies in their rows may be NaN. K gathers added up are pointwise, so a compiler fuses
     them with what follows (a reduction over k would be a kernel of its own from K = 8 on); on a GPU with nobody
-    tracing it is one kernel, where those are enabled.
+    tracing it is one kernel.
     """
-    if rows_MN.is_cuda and cuda.enabled() and rows_MN.dtype != torch.float64 and _is_eager(rows_MN):
+    if rows_MN.is_cuda and rows_MN.dtype != torch.float64 and _is_eager(rows_MN) and _has_kernel(rows_MN.device):
         return cuda.cuda_kernel("combine")(rows_MN, inverse_M, top_k, dtype)
     inverse_TK = inverse_M.view(inverse_M.shape[0] // top_k, top_k)
     accumulate = torch.float64 if rows_MN.dtype == torch.float64 else torch.float32
@@ -48,6 +48,10 @@ def combine(rows_MN: Tensor, inverse_M: Tensor, top_k: int, dtype: torch.dtype) 
         total = picked.to(accumulate) + total
     assert isinstance(total, Tensor)  # K is at least 1
     return total.to(dtype)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return cuda.unsupported(device.index) is None
 
 
 def _is_eager(tensor: Tensor) -> bool:

@@ -20,18 +20,18 @@ class Machine:
         cuda_usable: torch.cuda.is_available().
         gpu_present: the NVIDIA driver shows a GPU.
         driver: the driver's version, or "".
-        kernels: this library runs its CUDA kernels.
+        no_kernels: why this library has no kernels for the GPU, or "".
     """
 
     torch_cuda: str | None
     cuda_usable: bool
     gpu_present: bool
     driver: str
-    kernels: bool
+    no_kernels: str
 
 
 def inspect_machine(dev: Path = Path("/dev"), proc: Path = Path("/proc")) -> Machine:
-    """Look at torch's build, the driver's device nodes and whether the library's CUDA kernels run."""
+    """Look at torch's build, the driver's device nodes and whether the library has kernels for the GPU."""
     version = proc / "driver" / "nvidia" / "version"
     words = version.read_text().split() if version.exists() else []
     driver = next((word for word in words if word[0].isdigit() and "." in word), "")
@@ -40,7 +40,7 @@ def inspect_machine(dev: Path = Path("/dev"), proc: Path = Path("/proc")) -> Mac
         cuda_usable=torch.cuda.is_available(),
         gpu_present=any(dev.glob("nvidia[0-9]*")),
         driver=driver,
-        kernels=cuda.enabled(),
+        no_kernels=(cuda.unsupported(None) or "") if torch.cuda.is_available() else "",
     )
 
 
@@ -48,7 +48,7 @@ def choose_device(requested: str, machine: Machine) -> tuple[str, str]:
     """("cpu" or "cuda", line to print or ""). Raises FinetuneError where the request cannot be met."""
     if requested == "cpu":
         return "cpu", ""
-    if machine.cuda_usable and machine.kernels:
+    if machine.cuda_usable and not machine.no_kernels:
         return "cuda", ""
     reason, remedy = _why_not(machine)
     driver_too_old = machine.gpu_present and machine.torch_cuda is not None and not machine.cuda_usable
@@ -59,7 +59,7 @@ def choose_device(requested: str, machine: Machine) -> tuple[str, str]:
 
 def _why_not(machine: Machine) -> tuple[str, str]:
     if machine.cuda_usable:
-        return "the GPU is not used, because this version has no CUDA kernels yet", "pass --device cpu"
+        return f"the GPU is not used, because {machine.no_kernels}", "pass --device cpu"
     if not machine.gpu_present:
         return "there is no NVIDIA GPU on this machine", "pass --device cpu"
     if machine.torch_cuda is None:
