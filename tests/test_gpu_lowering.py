@@ -82,7 +82,8 @@ def test_templates_give_what_eager_gives(activation: str, fmt: str, templates_on
     compiled = torch.compile(call_of(layer), fullgraph=True)
     grad = random_grad(layer)
     got, code = run_and_get_code(results, compiled, layer, grad)
-    text = "\n".join(code)
+    lines = "\n".join(code).splitlines()
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))  # comments quote the traced graph
     assert text.count("import grouped_linear as body") == text.count("import grouped_dgrad as body") == 2
     assert "extern_kernels.nvfp4" not in text and "torch.ops.nvfp4.g" not in text
     assert all(torch.isfinite(tensor).all() for tensor in got.values())
