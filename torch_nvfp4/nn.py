@@ -6,7 +6,8 @@ fp32 global scales as the int32 of the same bits) and viewed as what they are at
 """
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,17 @@ from .ops.validation import ACTIVATIONS, is_gated
 
 ProjectionName = Literal["gate_up", "down"]
 PROJECTIONS: tuple[ProjectionName, ...] = ("gate_up", "down")
+
+
+class LoRAFactors(NamedTuple):
+    """An adapter kept outside the module: a `[E, R, C]`, b `[E, N, R]` (of one matrix `[R, C]`, `[N, R]`)."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+_NO_LORA: tuple[None, None, float] = (None, None, 1.0)
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
@@ -110,7 +122,7 @@ class NVFP4Experts(nn.Module):
             shape = (num_experts, n)
             codes = torch.zeros(*shape, c // 2, dtype=torch.uint8, device=device)
             scales = torch.zeros(*shape, c // block, dtype=torch.uint8, device=device)
-            ones = torch.ones(num_experts, halves, device=device)
+            ones = torch.ones(num_experts, halves, dtype=torch.float32, device=device)
             self._set_packed(projection, codes, scales.view(get_format(format).scale_dtype), ones)
             self.register_parameter(f"{projection}_bias", _frozen(torch.zeros(shape, device=device)) if bias else None)
             self.register_parameter(f"{projection}_lora_a", None)
@@ -169,15 +181,29 @@ class NVFP4Experts(nn.Module):
             experts.down_bias = _frozen(down_bias.detach().clone())
         return experts
 
-    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """`moe_lora` of x `[T, H]`, topk_ids `[T, K]` and topk_weights `[T, K]` -> `[T, H]` in x's dtype."""
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        lora: Mapping[ProjectionName, LoRAFactors] | None = None,
+    ) -> Tensor:
+        """`moe_lora` of x `[T, H]`, topk_ids `[T, K]` and topk_weights `[T, K]` -> `[T, H]` in x's dtype.
+
+        lora: adapters to use in place of the module's own; a projection that it does not name has none.
+        """
+        gate_up, down = (self._factors(p) if lora is None else lora.get(p, _NO_LORA) for p in PROJECTIONS)
         return torch.ops.nvfp4.moe_lora(
             x, topk_ids, topk_weights, *self.packed("gate_up"), *self.packed("down"),
-            self.gate_up_lora_a, self.gate_up_lora_b, self.down_lora_a, self.down_lora_b,
-            self.gate_up_bias, self.down_bias,
-            gate_up_scaling=self.gate_up_scaling, down_scaling=self.down_scaling,
-            activation=self.activation, limit=self.limit,
+            gate_up[0], gate_up[1], down[0], down[1], self.gate_up_bias, self.down_bias,
+            gate_up_scaling=gate_up[2], down_scaling=down[2], activation=self.activation, limit=self.limit,
         )  # fmt: skip
+
+    def _factors(self, projection: ProjectionName) -> tuple[Tensor | None, Tensor | None, float]:
+        """(a, b, scaling) of the module's own adapter."""
+        a, b, scaling = (getattr(self, f"{projection}_{name}") for name in ("lora_a", "lora_b", "scaling"))
+        return a, b, scaling
 
     def add_lora(
         self,
@@ -271,7 +297,7 @@ class NVFP4Linear(nn.Module):
         )
         scales = torch.zeros(out_features, in_features // fmt.block_size, dtype=torch.uint8, device=device)
         codes = torch.zeros(out_features, in_features // 2, dtype=torch.uint8, device=device)
-        self._set_packed(codes, scales, torch.ones(1, device=device))
+        self._set_packed(codes, scales, torch.ones(1, dtype=torch.float32, device=device))
         self.register_parameter("bias", _frozen(torch.zeros(out_features, device=device)) if bias else None)
         self.register_parameter("lora_a", None)
         self.register_parameter("lora_b", None)
@@ -285,14 +311,13 @@ class NVFP4Linear(nn.Module):
             packed.bias = _frozen(linear.bias.detach().clone())
         return packed
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[..., C]` -> `[..., N]` in x's dtype."""
+    def forward(self, x: Tensor, *, lora: LoRAFactors | None = None) -> Tensor:
+        """x `[..., C]` -> `[..., N]` in x's dtype; lora: an adapter to use in place of the module's own."""
+        a, b, scaling = (self.lora_a, self.lora_b, self.scaling) if lora is None else lora
         rows = x.reshape(-1, self.in_features)
         offsets = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
-        one_expert = (
-            None if t is None else t.unsqueeze(0) for t in (*self.packed(), self.lora_a, self.lora_b, self.bias)
-        )
-        y, _ = torch.ops.nvfp4.grouped_lora_linear(rows, None, offsets, *one_expert, scaling=self.scaling)
+        one_expert = (None if t is None else t.unsqueeze(0) for t in (*self.packed(), a, b, self.bias))
+        y, _ = torch.ops.nvfp4.grouped_lora_linear(rows, None, offsets, *one_expert, scaling=scaling)
         return y.view(*x.shape[:-1], self.out_features)
 
     def add_lora(self, r: int, *, scaling: float, dtype: torch.dtype = torch.float32) -> None:

@@ -367,6 +367,99 @@ def _output_index(p):
 
 
 @gluon.jit
+def _scale_places(C: gl.constexpr, B: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr):
+    """(row of the left operand, k or 0; block of outputs or of k; place in memory by lane, and by register).
+
+    What differs between a thread's registers stands apart, so that it becomes an offset in the load.
+    """
+    SCALES: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 2, _blocks_layout(TRANSPOSED, WARPS, B, _K))
+    if TRANSPOSED:
+        block = gl.arange(0, _M // B, gl.SliceLayout(1, SCALES))[:, None]
+        row = gl.arange(0, _K, gl.SliceLayout(0, SCALES))[None, :]
+        lane_place = (row & 6) * (C // B) + block
+        register_place = (row & ~6) * (C // B) + block * 0
+    else:
+        block = gl.arange(0, _K // B, gl.SliceLayout(0, SCALES))[None, :]
+        p = gl.arange(0, _M, gl.SliceLayout(1, SCALES))[:, None]
+        LANE_BLOCK: gl.constexpr = 0 if B == 32 else 1
+        LANE_ROW: gl.constexpr = 0x37 if WARPS == 4 else 0x77
+        row = _output_index(p)
+        lane_place = _output_index(p & LANE_ROW) * (C // B) + (block & LANE_BLOCK)
+        register_place = _output_index(p & ~LANE_ROW) * (C // B) + (block & ~LANE_BLOCK)
+    return row, block, lane_place, register_place
+
+
+@gluon.jit
+def _halved_words(codes, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr):
+    """The words of a step for its first and its second half of k."""
+    WORDS: gl.constexpr = _words_layout(TRANSPOSED, WARPS)
+    if TRANSPOSED:
+        low, high = _split(codes.permute((1, 0)).load(WORDS), _M // 4, _K)
+    else:
+        words = codes.load(WORDS).reshape([2, 2, 4, 8, _K // 4]).permute((0, 2, 1, 3, 4))
+        low, high = _split(words.reshape([_M, _K // 4]), _M, _K // 4)
+    return low, high
+
+
+@gluon.jit
+def _add_lora(
+    acc, factor, u, expert, row, end, m0, out_width, lora_r, R: gl.constexpr, TOKENS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """acc + factor uᵀ, up to 32 ranks at a time."""
+    CHUNK: gl.constexpr = 32 if R > 32 else R
+    U_LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CHUNK, CHUNK // 8], [WARPS, 1], [1, 0])
+    U_SHARED: gl.constexpr = gl.NVMMASharedLayout(CHUNK * 2, 16, rank=2)
+    u_tile = gl.allocate_shared_memory(DTYPE, [TOKENS, CHUNK], U_SHARED)
+    m = m0 + _output_index(gl.arange(0, _M, gl.SliceLayout(1, OPERAND)))
+    r = gl.arange(0, CHUNK, gl.SliceLayout(0, OPERAND))
+    row_u = row + gl.arange(0, TOKENS, gl.SliceLayout(1, U_LOAD))
+    r_u = gl.arange(0, CHUNK, gl.SliceLayout(0, U_LOAD))
+    factor_e = factor + expert.to(gl.int64) * lora_r * out_width
+    for chunk in gl.static_range(0, R, CHUNK):
+        if TRANSPOSED:
+            place = (r + chunk)[None, :] * out_width + m[:, None]
+        else:
+            place = m[:, None] * lora_r + (r + chunk)[None, :]
+        mask = (m < out_width)[:, None] & (r + chunk < lora_r)[None, :]
+        f = gl.load(factor_e + place, mask=mask, other=0.0).to(DTYPE)
+        u_place = row_u.to(gl.int64)[:, None] * lora_r + (r_u + chunk)[None, :]
+        u_tile.store(gl.load(u + u_place, mask=(row_u < end)[:, None] & (r_u + chunk < lora_r)[None, :], other=0.0))
+        fence_async_shared()
+        acc = warpgroup_mma(f, u_tile.permute((1, 0)), acc, is_async=True)
+        acc, f = warpgroup_mma_wait(0, deps=[acc, f])
+    return acc
+
+
+@gluon.jit
+def _add_bias(
+    acc, bias, slots, slot_weights, expert, row, end, m, out_width, TOKENS: gl.constexpr, MMA: gl.constexpr,
+    WEIGHTED_BIAS: gl.constexpr,
+):  # fmt: skip
+    bias_m = gl.load(bias + expert.to(gl.int64) * out_width + m, mask=m < out_width, other=0.0)
+    added = bias_m.to(gl.float32)[:, None]
+    if WEIGHTED_BIAS:
+        rows = row + gl.arange(0, TOKENS, gl.SliceLayout(0, MMA))
+        slot = gl.load(slots + rows, mask=rows < end, other=0)
+        added = added * gl.load(slot_weights + slot, mask=rows < end, other=0.0).to(gl.float32)[None, :]
+    return acc + added
+
+
+@gluon.jit
+def _store(
+    acc, out, row, end, m0, out_width, TOKENS: gl.constexpr, WARPS: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    OUT: gl.constexpr = _out_layout(TOKENS, WARPS)
+    tile = acc.to(DTYPE).reshape([2, 4, 2, 8, TOKENS]).permute((4, 1, 3, 0, 2)).reshape([TOKENS, _M])
+    tile = gl.convert_layout(tile, OUT, assert_trivial=True)
+    token = gl.arange(0, TOKENS, gl.SliceLayout(1, OUT))
+    column = gl.arange(0, _M, gl.SliceLayout(0, OUT))
+    mask = (token < end - row)[:, None] & (column < out_width - m0)[None, :]
+    out_tile = out + row.to(gl.int64) * out_width + m0
+    gl.store(out_tile + token[:, None] * out_width + column[None, :], tile, mask=mask)
+
+
+@gluon.jit
 def _consume(
     full, empty, x_ring, codes_ring, scales, global_scale, factor, u, bias, slots, slot_weights, offsets, out,
     N, out_width, lora_r, tiles, tiles_m, programs,
@@ -380,23 +473,7 @@ def _consume(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     TWO: gl.constexpr = TRANSPOSED and S == 2
-    WORDS: gl.constexpr = _words_layout(TRANSPOSED, WARPS)
-    SCALES: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 2, _blocks_layout(TRANSPOSED, WARPS, B, _K))
-    # Where a scale lies: what differs between a thread's registers apart, so that it becomes an offset in the load.
-    if TRANSPOSED:
-        BLOCKS: gl.constexpr = _M // B
-        block = gl.arange(0, BLOCKS, gl.SliceLayout(1, SCALES))[:, None]
-        k = gl.arange(0, _K, gl.SliceLayout(0, SCALES))[None, :]
-        lane_place = (k & 6) * (C // B) + block
-        register_place = (k & ~6) * (C // B) + block * 0
-    else:
-        BLOCKS: gl.constexpr = _K // B
-        block = gl.arange(0, BLOCKS, gl.SliceLayout(0, SCALES))[None, :]
-        p = gl.arange(0, _M, gl.SliceLayout(1, SCALES))[:, None]
-        LANE_BLOCK: gl.constexpr = 0 if MX else 1
-        LANE_ROW: gl.constexpr = 0x37 if WARPS == 4 else 0x77
-        lane_place = _output_index(p & LANE_ROW) * (C // B) + (block & LANE_BLOCK)
-        register_place = _output_index(p & ~LANE_ROW) * (C // B) + (block & ~LANE_BLOCK)
+    scale_row, block, lane_place, register_place = _scale_places(C, B, TRANSPOSED, WARPS)
 
     count = 0
     for tile in range(gl.program_id(0), tiles, programs):
@@ -409,12 +486,10 @@ def _consume(
             if TRANSPOSED:
                 first, ratio, large = _halves(global_scale, expert, S)
                 scale_base = scales + expert.to(gl.int64) * N * (C // B) + m0 // B
-                inside = (block < (C - m0) // B) & (k < _K)
-
+                inside = (block < (C - m0) // B) & (scale_row < _K)
             else:
                 scale_base = scales + (expert.to(gl.int64) * N + m0) * (C // B)
-                inside = (_output_index(p) < N - m0) & (block < BLOCKS)
-
+                inside = (scale_row < N - m0) & (block < _K // B)
             raw = _load_scales(
                 scale_base, lane_place, register_place, inside, block, 0, first, C, B, STEPS, TRANSPOSED, TWO, RAGGED
             )
@@ -424,46 +499,26 @@ def _consume(
                 stage = count % STAGES
                 scale = _scales(raw, DTYPE, MX)
                 if TRANSPOSED:
-                    scale_low, scale_high = _split(scale, BLOCKS, _K)
+                    scale_low, scale_high = _split(scale, _M // B, _K)
                 else:
-                    scale_low, scale_high = _split(scale, _M, BLOCKS)
+                    scale_low, scale_high = _split(scale, _M, _K // B)
                 # A step ahead; after the last, once more what is known to be there.
                 ahead = gl.minimum(step + 1, STEPS - 1)
                 raw = _load_scales(
-                    scale_base,
-                    lane_place,
-                    register_place,
-                    inside,
-                    block,
-                    ahead,
-                    first,
-                    C,
-                    B,
-                    STEPS,
-                    TRANSPOSED,
-                    TWO,
+                    scale_base, lane_place, register_place, inside, block, ahead, first, C, B, STEPS, TRANSPOSED, TWO,
                     RAGGED,
-                )
+                )  # fmt: skip
                 mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-                if TRANSPOSED:
-                    words = codes_ring.index(stage).permute((1, 0)).load(WORDS)
-                    low, high = _split(words, _M // 4, _K)
-                else:
-                    words = codes_ring.index(stage).load(WORDS)
-                    words = words.reshape([2, 2, 4, 8, _K // 4]).permute((0, 2, 1, 3, 4)).reshape([_M, _K // 4])
-                    low, high = _split(words, _M, _K // 4)
+                low, high = _halved_words(codes_ring.index(stage), TRANSPOSED, WARPS)
+                x = x_ring.index(stage).permute((1, 0))
                 left = _left(low, scale_low, B, OPERAND, DTYPE, TRANSPOSED, WARPS)
-                acc = warpgroup_mma(
-                    left, x_ring.index(stage).slice(0, _K // 2, dim=1).permute((1, 0)), acc, is_async=True
-                )
+                acc = warpgroup_mma(left, x.slice(0, _K // 2), acc, is_async=True)
                 # All products before this one are done: with their registers, and with the stage before.
                 acc, previous = warpgroup_mma_wait(1, deps=[acc, previous])
                 if step > 0:
                     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
                 previous = _left(high, scale_high, B, OPERAND, DTYPE, TRANSPOSED, WARPS)
-                acc = warpgroup_mma(
-                    previous, x_ring.index(stage).slice(_K // 2, _K // 2, dim=1).permute((1, 0)), acc, is_async=True
-                )
+                acc = warpgroup_mma(previous, x.slice(_K // 2, _K // 2), acc, is_async=True)
                 acc, left = warpgroup_mma_wait(1, deps=[acc, left])
                 if TWO:
                     if step == STEPS // 2 - 1:
@@ -482,50 +537,16 @@ def _consume(
                 acc = acc * gl.where(m < N // 2, g0, g1)[:, None]
             else:
                 acc = acc * (gl.load(global_scale + expert) * UNIT)
-
             if R > 0:
-                CHUNK: gl.constexpr = 32 if R > 32 else R
-                U_LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CHUNK, CHUNK // 8], [WARPS, 1], [1, 0])
-                U_SHARED: gl.constexpr = gl.NVMMASharedLayout(CHUNK * 2, 16, rank=2)
-                u_tile = gl.allocate_shared_memory(DTYPE, [TOKENS, CHUNK], U_SHARED)
-                m_left = m0 + _output_index(gl.arange(0, _M, gl.SliceLayout(1, OPERAND)))
-                r_left = gl.arange(0, CHUNK, gl.SliceLayout(0, OPERAND))
-                row_u = row + gl.arange(0, TOKENS, gl.SliceLayout(1, U_LOAD))
-                r_u = gl.arange(0, CHUNK, gl.SliceLayout(0, U_LOAD))
-                factor_e = factor + expert.to(gl.int64) * lora_r * out_width
-                for chunk in gl.static_range(0, R, CHUNK):
-                    if TRANSPOSED:
-                        place_f = (r_left + chunk)[None, :] * out_width + m_left[:, None]
-                    else:
-                        place_f = m_left[:, None] * lora_r + (r_left + chunk)[None, :]
-                    mask_f = (m_left < out_width)[:, None] & (r_left + chunk < lora_r)[None, :]
-                    f = gl.load(factor_e + place_f, mask=mask_f, other=0.0).to(DTYPE)
-                    u_mask = (row_u < end)[:, None] & (r_u + chunk < lora_r)[None, :]
-                    u_value = gl.load(
-                        u + row_u.to(gl.int64)[:, None] * lora_r + (r_u + chunk)[None, :], mask=u_mask, other=0.0
-                    )
-                    u_tile.store(u_value)
-                    fence_async_shared()
-                    acc = warpgroup_mma(f, u_tile.permute((1, 0)), acc, is_async=True)
-                    acc, f = warpgroup_mma_wait(0, deps=[acc, f])
+                acc = _add_lora(
+                    acc, factor, u, expert, row, end, m0, out_width, lora_r, R, TOKENS, TRANSPOSED, WARPS, OPERAND,
+                    DTYPE,
+                )  # fmt: skip
             if bias is not None:
-                bias_m = gl.load(bias + expert.to(gl.int64) * out_width + m, mask=m < out_width, other=0.0)
-                bias_m = bias_m.to(gl.float32)[:, None]
-                if WEIGHTED_BIAS:
-                    row_b = row + gl.arange(0, TOKENS, gl.SliceLayout(0, MMA))
-                    slot = gl.load(slots + row_b, mask=row_b < end, other=0)
-                    weight = gl.load(slot_weights + slot, mask=row_b < end, other=0.0).to(gl.float32)
-                    acc += bias_m * weight[None, :]
-                else:
-                    acc += bias_m
-            OUT: gl.constexpr = _out_layout(TOKENS, WARPS)
-            tile_out = acc.to(DTYPE).reshape([2, 4, 2, 8, TOKENS]).permute((4, 1, 3, 0, 2)).reshape([TOKENS, _M])
-            tile_out = gl.convert_layout(tile_out, OUT, assert_trivial=True)
-            token = gl.arange(0, TOKENS, gl.SliceLayout(1, OUT))
-            column = gl.arange(0, _M, gl.SliceLayout(0, OUT))
-            out_tile = out + row.to(gl.int64) * out_width + m0
-            mask = (token < end - row)[:, None] & (column < out_width - m0)[None, :]
-            gl.store(out_tile + token[:, None] * out_width + column[None, :], tile_out, mask=mask)
+                acc = _add_bias(
+                    acc, bias, slots, slot_weights, expert, row, end, m, out_width, TOKENS, MMA, WEIGHTED_BIAS
+                )
+            _store(acc, out, row, end, m0, out_width, TOKENS, WARPS, DTYPE)
 
 
 @gluon.constexpr_function

@@ -11,12 +11,14 @@ DTYPES = ("bfloat16", "float32")
 OPTIMIZERS = ("adamw", "sgd")
 COMPILE_MODES = ("auto", "on", "off")
 DEVICES = ("auto", "cpu", "cuda")
+TRAIN_ON = ("assistant", "all")
 DEFAULT_TARGETS = ("experts", "q_proj", "k_proj", "v_proj", "o_proj")
 
 # What may differ between a run and the run that resumes it: where files lie, how often things are written and
-# shown, and how the step is executed. The model and the texts are compared by content instead.
+# shown, and how the step is executed. The model is compared by content instead, and so is what is trained on.
+_FILES = ("model", "text", "eval_text", "dataset", "eval_dataset", "chat_template", "output")
 _NOT_IN_FINGERPRINT = frozenset(
-    {"model", "text", "eval_text", "output", "compile", "device", "eval_every", "save_every", "keep", "resume", "plot"}
+    {*_FILES, "compile", "device", "eval_every", "save_every", "keep", "resume", "plot"}
 )
 
 
@@ -47,11 +49,18 @@ class FinetuneConfig:
     model: str = field(
         metadata={"help": "Folder of a transformers model (config.json, safetensors, tokenizer), or a hub id."}
     )
-    text: tuple[Path, ...] = field(metadata={"help": "UTF-8 file to train on; give it once per file."})
     output: Path = field(metadata={"help": "Folder for the adapter, the plot and the checkpoints."})
-    eval_text: tuple[Path, ...] = _flag((), "UTF-8 file to evaluate on; without it the end of every text is held out.")
-    eval_fraction: float = _flag(0.1, "Share of every text that is held out when there is no --eval-text.")
+    text: tuple[Path, ...] = _flag(
+        (), "UTF-8 file to train on: text, or .jsonl with a chat or a text a line; give it once per file."
+    )
+    dataset: tuple[str, ...] = _flag((), "NAME[:SPLIT] of the datasets library to train on; once per dataset.")
+    eval_text: tuple[Path, ...] = _flag((), "File to evaluate on; without it a share of every text is held out.")
+    eval_dataset: tuple[str, ...] = _flag((), "NAME[:SPLIT] to evaluate on.")
+    eval_fraction: float = _flag(0.1, "Share that is held out when there is no --eval-text and no --eval-dataset.")
     eval_batches: int = _flag(16, "Evaluate on this many batches at most.")
+    train_on: str = _flag("assistant", "Tokens of a chat that are learnt: assistant (what the assistant says) or all.")
+    chat_template: Path | None = _flag(None, "Jinja file of a chat template, in place of the tokenizer's own.")
+    pack: bool = _flag(True, "Put several samples into a sequence; they do not see each other.")
     rank: int = _flag(16, "LoRA rank of the dense linear layers.")
     expert_rank: int = _flag(16, "LoRA rank of every expert.")
     alpha: float = _flag(32.0, "LoRA scaling is alpha / rank.")
@@ -101,18 +110,19 @@ class FinetuneConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise FinetuneError(f"{flag(name)} is {getattr(self, name)!r}: give one of {', '.join(allowed)}")
-        if not self.text:
-            raise FinetuneError("no text to train on: give --text FILE, once per file")
+        if not (self.text or self.dataset):
+            raise FinetuneError("nothing to train on: give --text FILE or --dataset NAME, once for each")
         if not self.targets:
             raise FinetuneError("no --targets: name the modules that get an adapter, for example --targets experts")
 
     def fingerprint(self) -> dict[str, Any]:
-        """Every setting that changes the trained numbers, as JSON values; without model and text."""
+        """Every setting that changes the trained numbers, as JSON values; without model and data."""
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_IN_FINGERPRINT}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in settings.items()}
 
 
 _CHOICES = {
+    "train_on": TRAIN_ON,
     "lora_dtype": DTYPES,
     "dtype": DTYPES,
     "optim": OPTIMIZERS,
