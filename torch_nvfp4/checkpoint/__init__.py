@@ -1,0 +1,21 @@
+"""NVFP4 and MXFP4 checkpoints of Mixture-of-Experts models, read into the canonical packed layout bit for bit.
+
+checkpoint = open_checkpoint(folder)
+for path in checkpoint.experts:
+    experts = checkpoint.load_experts(path)
+"""
+
+from .checkpoint import Checkpoint, open_checkpoint
+from .entries import ExpertsEntry, Fp8Entry, LinearEntry, PackedExperts, PackedWeight
+from .errors import CheckpointError
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ExpertsEntry",
+    "Fp8Entry",
+    "LinearEntry",
+    "PackedExperts",
+    "PackedWeight",
+    "open_checkpoint",
+]

@@ -1,0 +1,101 @@
+"""An opened checkpoint: what it holds, and how to load it piece by piece."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .entries import ExpertsEntry, Fp8Entry, LinearEntry, PackedExperts, PackedWeight
+from .errors import CheckpointError
+from .files import Reader, TensorInfo
+from .folder import read_json, read_tensors
+from .layouts import Packed, find_weights
+from .quantiser import check_convention, check_quantiser
+from .read import read_experts, read_fp8, read_global_scale, read_input_scale, read_input_scales, read_linear
+from .stacks import find_stacks
+
+
+class Checkpoint:
+    """What a folder holds, by module path.
+
+    Attributes:
+        folder, config: the folder, and its config.json.
+        experts: packed experts, for `load_experts`.
+        linears: packed dense layers, for `load_linear`.
+        fp8: FP8 weights by tensor name; `load_plain` decodes them to bf16.
+        plain: every other tensor, for `load_plain`.
+
+    Nothing is cached: each load reads the files again, and holds no more than what it returns and one tensor beside it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        tensors = read_tensors(folder)
+        self.config: dict[str, Any] = read_json(folder, "config.json")
+        method = check_quantiser(folder, self.config, read_json(folder, "hf_quant_config.json"), tensors)
+        found = find_weights(tensors)
+        check_convention(folder, method, found.packed)
+        self._stacks = {stack.entry.path: stack for stack in find_stacks(found.packed, found.rest, self.config)}
+        self.experts: dict[str, ExpertsEntry] = {path: stack.entry for path, stack in self._stacks.items()}
+        taken = {name for entry in self.experts.values() for name in entry.tensors}
+        self._packed = {stem: weight for stem, weight in found.packed.items() if weight.codes.name not in taken}
+        self.linears = {stem: _linear_entry(weight) for stem, weight in self._packed.items()}
+        self._fp8 = found.fp8
+        self.fp8 = {
+            name: Fp8Entry(fp8.path, name, fp8.weight.shape, tuple(info.name for info in fp8.parts))
+            for name, fp8 in found.fp8.items()
+        }
+        self._plain: dict[str, TensorInfo] = {name: info for name, info in found.rest.items() if name not in taken}
+        self.plain = tuple(self._plain)
+        with Reader() as reader:  # a few bytes each: a wrong one is known before anything is loaded
+            for weight in found.packed.values():
+                read_global_scale(reader, weight)
+
+    def load_experts(self, path: str) -> PackedExperts:
+        """The experts at a module path of `experts`, in the canonical layout."""
+        stack = _get(self._stacks, path, "experts", self.folder)
+        with Reader() as reader:
+            return read_experts(reader, stack)
+
+    def load_linear(self, path: str) -> PackedWeight:
+        """The packed dense layer at a module path of `linears`."""
+        packed = _get(self._packed, path, "linears", self.folder)
+        with Reader() as reader:
+            return read_linear(reader, packed)
+
+    def input_scale(self, path: str) -> Tensor | None:
+        """The static scale of the activations (fp32 multipliers), if the checkpoint has one.
+
+        0-d for a path of `linears`; for one of `experts` `[E, P]`, P being gate, up and down (up and down if not
+        gated).
+        """
+        with Reader() as reader:
+            if path in self._stacks:
+                return read_input_scales(reader, self._stacks[path])
+            return read_input_scale(reader, _get(self._packed, path, "linears", self.folder))
+
+    def load_plain(self, name: str) -> Tensor:
+        """A tensor of `plain` as it is, or one of `fp8` decoded to bf16."""
+        with Reader() as reader:
+            if name in self._fp8:
+                return read_fp8(reader, self._fp8[name])
+            return reader.read(_get(self._plain, name, "plain", self.folder))
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Read the headers of a checkpoint and check all that can be checked without loading a weight.
+
+    CheckpointError, naming file and tensor, for whatever could not be read without guessing.
+    """
+    return Checkpoint(Path(folder))
+
+
+def _linear_entry(weight: Packed) -> LinearEntry:
+    names = tuple(info.name for info in weight.parts)
+    return LinearEntry(weight.stem, weight.format.name, weight.rows, weight.columns, names)
+
+
+def _get(known: dict[str, Any], key: str, where: str, folder: Path) -> Any:
+    if key not in known:
+        raise CheckpointError(f"{folder}: {key!r} is not among `{where}`")
+    return known[key]

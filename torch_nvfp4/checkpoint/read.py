@@ -1,0 +1,138 @@
+"""Reads packed weights into the canonical layout. Bytes move; no value is decoded or rounded."""
+
+import torch
+from torch import Tensor
+
+from ..format import MXFP4
+from .entries import PackedExperts, PackedWeight
+from .errors import CheckpointError
+from .files import Reader, TensorInfo, iterate_bytes
+from .layouts import Fp8, Packed
+from .stacks import Projection, Stack
+
+
+def read_experts(reader: Reader, stack: Stack) -> PackedExperts:
+    """One expert at a time, so that beside the result only one expert's bytes are held."""
+    gate_up, down = (_read_projection(reader, projection) for projection in (stack.gate_up, stack.down))
+    if stack.entry.gated and gate_up.global_scale.shape[1] == 1:  # fused: one value for both
+        gate_up = gate_up._replace(global_scale=gate_up.global_scale.repeat(1, 2))
+    return PackedExperts(gate_up, down, _read_biases(reader, stack.gate_up), _read_biases(reader, stack.down))
+
+
+def read_linear(reader: Reader, packed: Packed) -> PackedWeight:
+    codes, scales = _read_rows(reader, packed, 0)
+    return PackedWeight(codes, scales, read_global_scale(reader, packed).reshape(1))
+
+
+def read_global_scale(reader: Reader, packed: Packed) -> Tensor:
+    """The fp32 multiplier, 0-d; CheckpointError for a value that no quantiser writes, or the wrong way round."""
+    if packed.global_scale is None:
+        return torch.ones(())
+    return _read_scale(reader, packed.global_scale, packed.names.divisor)
+
+
+def read_input_scale(reader: Reader, packed: Packed) -> Tensor | None:
+    """The fp32 multiplier of the activations, 0-d."""
+    if packed.input_scale is None:
+        return None
+    value = reader.read(packed.input_scale).reshape(())
+    if not bool(value.isfinite() & (value > 0)):
+        raise CheckpointError(f"{packed.input_scale.file.path}: tensor {packed.input_scale} is {value.item()}")
+    return 1 / value if packed.names.divisor else value
+
+
+def read_input_scales(reader: Reader, stack: Stack) -> Tensor | None:
+    """`[E, P]`: of gate, up and down, or of up and down."""
+    halves = 2 if stack.entry.gated else 1
+    rows = []
+    for gate_up, down in zip(stack.gate_up.weights, stack.down.weights, strict=True):
+        scales = [read_input_scale(reader, packed) for packed in (*gate_up, *down)]
+        present = [scale for scale in scales if scale is not None]
+        if not present:
+            return None
+        rows.append(torch.stack([*present[:1] * (halves + 1 - len(present)), *present]))
+    return torch.stack(rows)
+
+
+def read_fp8(reader: Reader, fp8: Fp8) -> Tensor:
+    """weight * scale in fp32, rounded once to bf16."""
+    weight, scale = reader.read(fp8.weight), reader.read(fp8.scale).to(torch.float32)
+    _check_no_nan(fp8.weight, weight, 0x7F, both_signs=True)
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        raise CheckpointError(f"{fp8.scale.file.path}: tensor {fp8.scale} must be finite and positive")
+    values = torch.empty(weight.shape, dtype=torch.bfloat16)
+    rows = scale.reshape(-1, 1).expand(len(weight), 1)
+    for start in range(0, len(weight), 1024):  # the fp32 copy stays small
+        part = slice(start, start + 1024)
+        values[part] = weight[part].to(torch.float32) * rows[part]
+    return values
+
+
+def _read_scale(reader: Reader, info: TensorInfo, divisor: bool) -> Tensor:
+    value = reader.read(info).reshape(())
+    if not bool(value.isfinite() & (value > 0)):
+        raise CheckpointError(f"{info.file.path}: tensor {info} is {value.item()}, must be finite and positive")
+    if divisor and value < 1:
+        raise CheckpointError(
+            f"{info.file.path}: tensor {info} is {value.item()}, a multiplier; compressed-tensors keeps a divisor there"
+        )
+    if not divisor and value > 1:
+        raise CheckpointError(
+            f"{info.file.path}: tensor {info} is {value.item()}, a divisor; ModelOpt keeps a multiplier there"
+        )
+    return 1 / value if divisor else value
+
+
+def _read_projection(reader: Reader, projection: Projection) -> PackedWeight:
+    globals_ES = torch.stack(
+        [torch.stack([read_global_scale(reader, weight) for weight in each]) for each in projection.weights]
+    )
+    first = projection.weights[0]
+    n, c, fmt = sum(weight.rows for weight in first), first[0].columns, first[0].format
+    codes = torch.empty(len(globals_ES), n, c // 2, dtype=torch.uint8)
+    scales = torch.empty(len(globals_ES), n, c // fmt.block_size, dtype=torch.uint8)
+    for e, weights in enumerate(projection.weights):
+        row = 0
+        for weight in weights:
+            here = slice(row, row + weight.rows)
+            for target, source in zip((codes, scales), _read_rows(reader, weight, e), strict=True):
+                target[e, here] = _gate_then_up(source.view(torch.uint8), projection.interleaved)
+            row += weight.rows
+    return PackedWeight(codes, scales.view(fmt.scale_dtype), globals_ES)
+
+
+def _read_rows(reader: Reader, packed: Packed, e: int) -> tuple[Tensor, Tensor]:
+    """codes `[N, C/2]` and scales `[N, C/B]` of one expert.
+
+    Packed along another dim than the last, a byte still holds two neighbours along C: only bytes move.
+    """
+    index = None if packed.experts is None else e
+    codes, scales = reader.read(packed.codes, index), reader.read(packed.scales, index)
+    nan, signed = packed.format.nan_byte, packed.format is not MXFP4
+    _check_no_nan(packed.scales, scales, nan, signed)
+    if packed.names.layout == "columns":
+        codes, scales = codes.t(), scales.view(torch.uint8).t()
+    elif packed.names.layout == "blocks":
+        codes = codes.flatten(1)
+    return codes, scales.view(torch.uint8).view(packed.format.scale_dtype)
+
+
+def _gate_then_up(rows: Tensor, interleaved: bool) -> Tensor:
+    return torch.cat([rows[0::2], rows[1::2]]) if interleaved else rows
+
+
+def _read_biases(reader: Reader, projection: Projection) -> Tensor | None:
+    if projection.biases is None:
+        return None
+    rows = []
+    for e, (weights, infos) in enumerate(zip(projection.weights, projection.biases, strict=True)):
+        parts = [reader.read(bias, None if w.experts is None else e) for w, bias in zip(weights, infos, strict=True)]
+        rows.append(_gate_then_up(torch.cat(parts), projection.interleaved))
+    return torch.stack(rows)
+
+
+def _check_no_nan(info: TensorInfo, tensor: Tensor, nan_byte: int, both_signs: bool) -> None:
+    for piece in iterate_bytes(tensor):
+        bad = (piece & 0x7F) == nan_byte if both_signs else piece == nan_byte
+        if bool(bad.any()):
+            raise CheckpointError(f"{info.file.path}: tensor {info} holds NaN")
