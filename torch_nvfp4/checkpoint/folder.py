@@ -13,11 +13,16 @@ _MAX_JSON = 200_000_000
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """A JSON object of the folder; an empty one if there is no such file."""
     path = _inside(folder, name)
-    if not path.is_file():
+    if not path.exists():
         return {}
-    if path.stat().st_size > _MAX_JSON:
-        raise CheckpointError(f"{path}: {path.stat().st_size} bytes are more than any such file has")
-    value = parse_json(path.read_bytes(), str(path))
+    try:
+        _check_regular(path)
+        if path.stat().st_size > _MAX_JSON:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes are more than any such file has")
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    value = parse_json(text, str(path))
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must be a JSON object")
     return value
@@ -34,7 +39,9 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
         return _read_shards(folder)
     if not single.exists():
         raise CheckpointError(f"{folder}: has neither {WEIGHTS} nor {INDEX}")
-    return read_header(_inside(folder, WEIGHTS))
+    path = _inside(folder, WEIGHTS)
+    _check_regular(path)
+    return read_header(path)
 
 
 def _read_shards(folder: Path) -> dict[str, TensorInfo]:
@@ -45,8 +52,9 @@ def _read_shards(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
         path = _inside(folder, shard)
-        if not path.is_file():
+        if not path.exists():
             raise CheckpointError(f"{index}: names {shard!r}, which is missing")
+        _check_regular(path)
         for name, info in read_header(path).items():
             if name in tensors:
                 raise CheckpointError(f"{path}: tensor {name!r} is in {tensors[name].file.path.name} too")
@@ -69,9 +77,15 @@ def _inside(folder: Path, name: str) -> Path:
     path, home = folder / name, folder.resolve()
     try:
         target = path.resolve()
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: cannot be resolved ({error})") from error
+        path.exists()  # so that a name that no file can have fails here
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{folder}: {name!r} cannot be looked up ({error})") from error
     blobs = home.parent.parent / "blobs"
     if target.parent != home and not (home.parent.name == "snapshots" and target.parent == blobs):
         raise CheckpointError(f"{path}: is a link that leads out of the folder, to {target}")
     return path
+
+
+def _check_regular(path: Path) -> None:
+    if not path.is_file():  # reading a pipe would wait for ever
+        raise CheckpointError(f"{path}: is not a file")

@@ -42,16 +42,22 @@ def read_input_scale(reader: Reader, packed: Packed) -> Tensor | None:
 
 
 def read_input_scales(reader: Reader, stack: Stack) -> Tensor | None:
-    """`[E, P]`: of gate, up and down, or of up and down."""
-    halves = 2 if stack.entry.gated else 1
-    rows = []
+    """`[E, P]`: of gate, up and down, or of up and down. None where no weight has one.
+
+    Experts that saw no token when the model was calibrated may lack theirs: that harms only who asks, here.
+    """
+    projections = 3 if stack.entry.gated else 2
+    rows, lacking = [], []
     for gate_up, down in zip(stack.gate_up.weights, stack.down.weights, strict=True):
-        scales = [read_input_scale(reader, packed) for packed in (*gate_up, *down)]
-        present = [scale for scale in scales if scale is not None]
-        if not present:
-            return None
-        rows.append(torch.stack([*present[:1] * (halves + 1 - len(present)), *present]))
-    return torch.stack(rows)
+        weights = (*gate_up[:1] * (projections - len(gate_up) - 1), *gate_up, *down)  # fused: one for gate and up
+        lacking += [packed for packed in weights if packed.input_scale is None]
+        rows.append([read_input_scale(reader, packed) for packed in weights])
+    if len(lacking) == len(rows) * projections:
+        return None
+    if lacking:
+        codes = lacking[0].codes
+        raise CheckpointError(f"{codes.file.path}: tensor {codes} has no input scale, others of its stack have one")
+    return torch.tensor([[scale.item() for scale in row if scale is not None] for row in rows])
 
 
 def read_fp8(reader: Reader, fp8: Fp8) -> Tensor:

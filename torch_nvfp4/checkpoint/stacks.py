@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from .files import TensorInfo
 from .layouts import FLOATS, Packed, check_tensor
 
 _PER_EXPERT = re.compile(r"((?:.*\.)?experts)\.([0-9]+)\.(.+)", re.DOTALL)
+_UNDER_EXPERTS = re.compile(r"((?:.*\.)?experts)\.(.+)", re.DOTALL)
 _ROLES = {
     frozenset(("gate_proj", "up_proj", "down_proj")): ("gate_proj", "up_proj", "down_proj"),
     frozenset(("w1", "w3", "w2")): ("w1", "w3", "w2"),
@@ -62,19 +63,28 @@ def find_stacks(packed: Mapping[str, Packed], rest: Mapping[str, TensorInfo], co
         if path in numbered:
             raise CheckpointError(f"{path}: holds its experts twice, fused and one by one")
     stacks = [_numbered_stack(path, experts, unpacked.get(path, {})) for path, experts in numbered.items()]
-    stacks += [_fused_stack(path, roles, rest, config) for path, roles in fused.items()]
+    stacks += [_fused_stack(path, roles, unpacked.get(path, {}), config) for path, roles in fused.items()]
     for stack in stacks:
         _check_count(stack, config)
     return stacks
 
 
 def _unpacked_parts(rest: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
-    """Stack path -> tensors of its numbered experts that are not packed, by the name after the path."""
+    """Stack path -> what else lies under it, by the name after the path."""
     parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, info in rest.items():
-        if match := _PER_EXPERT.fullmatch(name):
-            parts[match[1]][f"{match[2]}.{match[3]}"] = info
+        if match := _UNDER_EXPERTS.fullmatch(name):
+            parts[match[1]][match[2]] = info
     return parts
+
+
+def _check_expected(path: str, unpacked: Mapping[str, TensorInfo], expected: Collection[str], some: TensorInfo) -> None:
+    for name, info in unpacked.items():
+        if name not in expected:
+            raise CheckpointError(
+                f"{info.file.path}: tensor {info} is not packed, others of {path} are ({some}): mixed formats in one "
+                "stack of experts"
+            )
 
 
 def _numbered_stack(path: str, experts: Mapping[int, dict[str, Packed]], unpacked: dict[str, TensorInfo]) -> Stack:
@@ -118,12 +128,7 @@ def _numbered_biases(
     if not unpacked:
         return None
     expected = {f"{e}.{role}.bias" for e in range(count) for role in roles}
-    for name, info in unpacked.items():
-        if name not in expected:
-            raise CheckpointError(
-                f"{info.file.path}: tensor {info} is not packed, others of {path} are ({some}): mixed formats in one "
-                "stack of experts"
-            )
+    _check_expected(path, unpacked, expected, some)
     for name in sorted(expected):
         if name not in unpacked:
             raise CheckpointError(f"{some.file.path}: {path}: some biases are there, {path}.{name} is missing")
@@ -132,7 +137,7 @@ def _numbered_biases(
 
 
 def _fused_stack(
-    path: str, roles: Mapping[str, Packed], rest: Mapping[str, TensorInfo], config: Mapping[str, Any]
+    path: str, roles: Mapping[str, Packed], unpacked: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> Stack:
     some = next(iter(roles.values())).codes
     for role in ("gate_up_proj", "down_proj"):
@@ -148,7 +153,9 @@ def _fused_stack(
     if gate_up.rows % 2:
         raise CheckpointError(f"{some.file.path}: tensor {gate_up.codes} must have an even N: gate and up")
     interleaved = _is_interleaved(gate_up, config)
-    biases = [rest.get(f"{path}.{role}_bias") for role in ("gate_up_proj", "down_proj")]
+    names = ("gate_up_proj_bias", "down_proj_bias")
+    _check_expected(path, unpacked, names, some)
+    biases = [unpacked.get(name) for name in names]
     if biases.count(None) == 1:
         raise CheckpointError(f"{some.file.path}: {path}: one of gate_up_proj_bias and down_proj_bias is missing")
     projections = [
@@ -202,12 +209,6 @@ def _stack(path: str, gate_up: Projection, down: Projection, count: int, interme
             f"[{up.columns}, {intermediate}], as {up.codes} tells"
         )
     weights = [weight for projection in (gate_up, down) for each in projection.weights for weight in each]
-    with_scale = [weight.input_scale is not None for weight in weights]
-    if any(with_scale) and not all(with_scale):
-        lacking = weights[with_scale.index(False)]
-        raise CheckpointError(
-            f"{lacking.codes.file.path}: tensor {lacking.codes} has no input scale, others of {path} have one"
-        )
     names = dict.fromkeys(info.name for weight in weights for info in weight.parts)
     for projection in (gate_up, down):
         names.update(dict.fromkeys(bias.name for bias in _check_biases(projection)))
