@@ -1,20 +1,26 @@
-"""The transformers seam: importing this module registers the experts implementation "nvfp4".
+"""The transformers and PEFT seam: importing this module is the one line that registers everything.
 
     import torch_nvfp4.hf
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    torch_nvfp4.hf.quantize_experts(model)
+    model = AutoModelForCausalLM.from_pretrained(folder)  # NVFP4 experts and dense layers stay packed
+    model = get_peft_model(model, LoraConfig(target_modules=[...], target_parameters=[...]))
 
-`from_pretrained(..., experts_implementation="nvfp4")` states the intent earlier: until the experts are
-packed, such a model refuses to run instead of running dense.
+- `from_pretrained` loads checkpoints with `quant_method` "modelopt", NVFP4 ones of "compressed-tensors" and, after
+  `pack_on_load("mxfp4")`, gpt-oss's "mxfp4", into packed modules.
+- PEFT adapts packed experts and packed linear layers.
+- `quantize_experts` packs the experts of a model that was loaded dense.
+- The experts implementation "nvfp4" refuses to run experts that are still dense.
 """
+
+import importlib.util
 
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ._hf.convert import dequantize_experts, quantize_experts
+from ._hf.quantizer import PackedConfig, pack_on_load
 from .nn import NVFP4Experts
 
-__all__ = ["dequantize_experts", "nvfp4_experts_forward", "quantize_experts"]
+__all__ = ["PackedConfig", "dequantize_experts", "nvfp4_experts_forward", "pack_on_load", "quantize_experts"]
 
 
 def nvfp4_experts_forward(
@@ -34,3 +40,8 @@ def nvfp4_experts_forward(
 
 
 ALL_EXPERTS_FUNCTIONS.register("nvfp4", nvfp4_experts_forward)
+
+if importlib.util.find_spec("peft"):
+    from ._hf.peft_dispatch import install
+
+    install()

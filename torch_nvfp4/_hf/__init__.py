@@ -1,1 +1,2 @@
-"""Private parts of `torch_nvfp4.hf`: recognise (what an experts module is), convert (packing and back)."""
+"""Private parts of `torch_nvfp4.hf`: recognise (what an experts module is), convert (packing and back), load and
+quantizer (packed checkpoints through `from_pretrained`), peft_dispatch and peft_layers (PEFT on packed modules)."""

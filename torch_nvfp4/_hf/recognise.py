@@ -33,7 +33,7 @@ class ExpertsPlan:
 
 def plan_all(model: nn.Module, format: str) -> list[ExpertsPlan]:
     """A plan for every experts module, or a ValueError that says which one cannot be packed and why."""
-    plans = [_plan(path, module, format) for path, module in _find_experts(model)]
+    plans = [plan_experts(path, module, format) for path, module in _find_experts(model)]
     if not plans:
         packed = any(isinstance(module, NVFP4Experts) for module in model.modules())
         state = "its experts are packed already" if packed else "no module holds stacked expert weights"
@@ -50,7 +50,9 @@ def _find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _plan(path: str, experts: Any, format: str) -> ExpertsPlan:
+def plan_experts(path: str, experts: Any, format: str, *, loaded: bool = True) -> ExpertsPlan:
+    """How to pack one module, or a ValueError that says why it cannot be. `loaded`: it must hold its weights."""
+
     def refusal(reason: str) -> ValueError:
         return ValueError(f"cannot pack {type(experts).__name__} at {path or 'the root'}: {reason}")
 
@@ -62,7 +64,9 @@ def _plan(path: str, experts: Any, format: str) -> ExpertsPlan:
         transposed=bool(experts.is_transposed),
         interleaved=bool(experts.has_gate and not experts.is_concatenated),
     )
-    reason = _module_reason(path, experts, layout) or _weights_reason(experts, layout, format)
+    reason = _module_reason(path, experts, layout) or _shape_reason(experts, layout, format)
+    if not reason and loaded:
+        reason = _weights_reason(experts)
     if reason:
         raise refusal(reason)
     found = _recognise_activation(experts, layout)
@@ -92,13 +96,18 @@ def _module_reason(path: str, experts: nn.Module, layout: StockLayout) -> str | 
     return None
 
 
-def _weights_reason(experts: nn.Module, layout: StockLayout, format: str) -> str | None:
-    """Why the weights cannot be packed, or None."""
+def _weights_reason(experts: nn.Module) -> str | None:
+    """Why the weights' values cannot be packed, or None."""
     for name, weight in experts.named_parameters():
         if weight.is_meta:
             return f"{name} is on the meta device; load the weights first"
         if weight.dtype not in _DTYPES:
             return f"{name} has dtype {weight.dtype}, expected float32, bfloat16 or float16"
+    return None
+
+
+def _shape_reason(experts: nn.Module, layout: StockLayout, format: str) -> str | None:
+    """Why weights of these shapes cannot be packed, or None."""
     gate_up, down = experts.get_parameter(layout.gate_up_name), experts.get_parameter(layout.down_name)
     e, hidden, intermediate = (down.mT if layout.transposed else down).shape
     rows = 2 * intermediate if experts.has_gate else intermediate
@@ -115,9 +124,9 @@ def _recognise_activation(experts: Any, layout: StockLayout) -> tuple[str, float
     """The (activation, limit) that computes what the module's own code computes, found by running both."""
     limits = [float(v) for name, v in vars(experts).items() if "limit" in name and isinstance(v, int | float)]
     intermediate = experts.down_proj.shape[1 if layout.transposed else 2]
-    probe = _probe(limits, intermediate, gated=experts.has_gate)
     candidates: list[tuple[str, float | None]] = [("relu2", None)]
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):  # a model that is being loaded is made on the meta device
+        probe = _probe(limits, intermediate, gated=experts.has_gate)
         if experts.has_gate:
             candidates = [("silu", None), ("gelu_tanh", None), ("gelu", None)]
             candidates += [(name, limit) for limit in limits for name in ("silu", "swiglu_oai")]
@@ -136,7 +145,8 @@ def _probe(limits: list[float], intermediate: int, *, gated: bool) -> Tensor:
     large or about a limit, so that a clamp, another slope or another offset shows.
     """
     near = [factor * limit for limit in limits for factor in (-1.1, -0.9, 0.9, 1.1)]
-    values = torch.tensor([-500.0, -11, -4, -2, -1, -0.5, -0.1, 0, 0.1, 0.5, 1, 2, 4, 11, 500, *near])
+    fixed = [-500.0, -11, -4, -2, -1, -0.5, -0.1, 0, 0.1, 0.5, 1, 2, 4, 11, 500]
+    values = torch.tensor([*fixed, *near], dtype=torch.float32)
     columns = torch.cartesian_prod(values, values).T if gated else values[None]
     rows = -(-columns.shape[1] // intermediate)
     padded = F.pad(columns, (0, rows * intermediate - columns.shape[1]))

@@ -42,18 +42,20 @@ def to_peft(site: Site, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     a, b = a.detach(), b.detach()
     if not site.is_experts:
         return a.contiguous(), b.contiguous()
-    if _is_interleaved(site):
+    if is_interleaved(site):
         b = b.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
     return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1, 2).contiguous()
 
 
 def from_peft(site: Site, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `to_peft`. The shapes must be those of `peft_shapes`."""
-    if not site.is_experts:
-        return a, b
-    num_experts = site.num_experts
+    return split_experts(a, b, site.num_experts, is_interleaved(site)) if site.is_experts else (a, b)
+
+
+def split_experts(a: Tensor, b: Tensor, num_experts: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """PEFT's A `[E*R, C]` and B `[N, R*E]` -> `[E, R, C]` and `[E, N, R]`, rows `[gate; up]`; differentiable."""
     b_ENR = b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
-    if _is_interleaved(site):
+    if interleaved:
         b_ENR = b_ENR.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
     return a.unflatten(0, (num_experts, -1)).contiguous(), b_ENR.contiguous()
 
@@ -63,7 +65,8 @@ def peft_shapes(site: Site, r: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (site.num_experts * r, columns), (rows, r * site.num_experts)
 
 
-def _is_interleaved(site: Site) -> bool:
+def is_interleaved(site: Site) -> bool:
+    """True where the stock parameter's rows are gate 0, up 0, gate 1, ... instead of `[gate; up]`."""
     return site.projection == "gate_up" and stock_layout_of(site.module).interleaved
 
 
@@ -209,34 +212,41 @@ def config_to_json(config: PeftConfig, *, base_model: str | None, task_type: str
 
 
 # Fields that change what an adapter computes, and the values that mean "not used".
-_UNUSED: dict[str, tuple[Any, ...]] = {
+_COMPUTES: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "lora_dropout": (0, None),
-    "init_lora_weights": (
-        True,
-        False,
-        None,
-        "gaussian",
-        "eva",
-        "orthogonal",
-    ),  # the others change the base weight
+    # the others change the base weight
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "lora_B_layout": ("rank_major", None),
 } | dict.fromkeys(
-    "alora_invocation_tokens arrow_config exclude_modules fan_in_fan_out kasa_config layer_replication "
-    "layers_pattern layers_to_transform lora_bias modules_to_save monteclora_config target_modules_to_tie "
-    "trainable_token_indices use_bdlora use_dora use_qalora velora_config".split(),
+    "alora_invocation_tokens arrow_config fan_in_fan_out kasa_config lora_bias monteclora_config use_bdlora use_dora "
+    "use_qalora velora_config".split(),
     (None, False, [], {}),
 )
+# Fields that choose layers in ways that this library leaves to PEFT.
+_CHOOSES: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    "exclude_modules layer_replication layers_pattern layers_to_transform modules_to_save target_modules_to_tie "
+    "trainable_token_indices".split(),
+    (None, False, [], {}),
+)
+_DROPOUT_HINT = "; set it to 0, a trained adapter's output does not depend on it"
+
+
+def unsupported_option(data: Mapping[str, Any]) -> str | None:
+    """The first option of a LoRA config that packed weights cannot honour, as "name=value", or None."""
+    found = (name for name, unused in _COMPUTES.items() if data.get(name, unused[0]) not in unused)
+    return next((f"{name}={data[name]!r}" for name in found), None)
 
 
 def config_from_json(data: Mapping[str, Any]) -> PeftConfig:
     """Read adapter_config.json's content; ValueError names a field that this library cannot honour."""
     if data.get("peft_type") != "LORA":
         raise ValueError(f"adapter_config.json: peft_type is {data.get('peft_type')!r}, only 'LORA' is supported")
-    for name, unused in _UNUSED.items():
-        if name in data and data[name] not in unused:
-            hint = "; set it to 0, a trained adapter's output does not depend on it" if name == "lora_dropout" else ""
-            raise ValueError(f"adapter_config.json: {name}={data[name]!r} is not supported{hint}")
+    chosen = (f"{name}={data[name]!r}" for name, unused in _CHOOSES.items() if data.get(name) not in unused)
+    option = unsupported_option(data) or next(chosen, None)
+    if option:
+        hint = _DROPOUT_HINT if option.startswith("lora_dropout") else ""
+        raise ValueError(f"adapter_config.json: {option} is not supported{hint}")
     r, alpha = data.get("r"), data.get("lora_alpha")
     if not isinstance(r, int) or r < 1 or not isinstance(alpha, int | float):
         raise ValueError(f"adapter_config.json: r={r!r}, lora_alpha={alpha!r} must be a rank (1 or more) and a number")

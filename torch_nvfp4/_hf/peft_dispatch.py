@@ -1,0 +1,75 @@
+"""Where PEFT meets packed modules: it finds their stock parameters by name, and wraps them with our layers.
+
+PEFT has a registry for foreign modules, but one on each config object, which a plain `LoraConfig(...)` and one read
+from a file lack. So two methods of its `LoraModel` are wrapped once; a model without packed modules passes through.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from .._lora.sites import Site, stock_layout_of
+from ..nn import PROJECTIONS, NVFP4Experts, NVFP4Linear
+from .peft_layers import wrap
+
+
+def install() -> None:
+    """Make `get_peft_model` and `PeftModel.from_pretrained` adapt packed modules."""
+    inject, create = LoraModel.inject_adapter, LoraModel._create_new_module
+
+    @functools.wraps(inject)
+    def inject_adapter(self: LoraModel, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        _check_config(self.peft_config[adapter_name], model)
+        with _stock_parameters(model):
+            inject(self, model, adapter_name, *args, **kwargs)
+
+    @functools.wraps(create)
+    def create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if isinstance(base, NVFP4Experts | NVFP4Linear):
+            return wrap(target, adapter_name, config=lora_config, **kwargs)
+        return create(lora_config, adapter_name, target, **kwargs)
+
+    patched: Any = LoraModel
+    patched.inject_adapter, patched._create_new_module = inject_adapter, staticmethod(create_new_module)
+
+
+def _check_config(config: Any, model: nn.Module) -> None:
+    """What would pass over packed modules in silence, or touch them otherwise than by an adapter."""
+    packed = [type(module) for module in model.modules() if isinstance(module, NVFP4Experts | NVFP4Linear)]
+    if packed and config.bias != "none":
+        raise ValueError(f"bias={config.bias!r} is not supported on packed weights: their biases are frozen")
+    if NVFP4Linear in packed and config.target_modules == "all-linear":
+        raise ValueError("target_modules='all-linear' does not see packed linear layers: name the layers")
+
+
+@contextmanager
+def _stock_parameters(model: nn.Module) -> Iterator[None]:
+    """Inside the block packed modules show parameters by their stock names and in their dense shapes, without data."""
+    shown: list[tuple[nn.Module, str]] = []
+    try:
+        for module in model.modules():
+            for name, shape, codes in _stock_shapes(module):
+                empty = torch.zeros((), dtype=torch.float32, device=codes.device).expand(shape)
+                module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+                shown.append((module, name))
+        yield
+    finally:
+        for module, name in shown:
+            delattr(module, name)
+
+
+def _stock_shapes(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    if isinstance(module, NVFP4Linear):
+        yield "weight", (module.out_features, module.in_features), module.weight_codes
+    elif isinstance(module, NVFP4Experts):
+        layout = stock_layout_of(module)
+        for projection, name in zip(PROJECTIONS, (layout.gate_up_name, layout.down_name), strict=True):
+            shape = (module.num_experts, *Site("", module, projection).out_in)
+            yield name, shape, getattr(module, f"{projection}_codes")

@@ -1,0 +1,130 @@
+"""PEFT's LoRA layers on packed weights: its parameters, keys and adapter handling, this library's products.
+
+Both classes carry the names of the PEFT classes they replace, because PEFT recognises its layers by name.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from peft.tuners.lora import LoraConfig, layer
+from torch import Tensor, nn
+
+from .._lora.peft import is_interleaved, split_experts, unsupported_option
+from .._lora.sites import Site, stock_layout_of
+from ..nn import LoRAFactors, NVFP4Experts, NVFP4Linear, ProjectionName
+
+
+class _PackedBase(layer.LoraLayer):
+    """What both layers share: options are checked, merging is refused, active adapters become one pair of factors."""
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        option = unsupported_option(vars(config) | {"lora_dropout": 0})
+        if option:
+            raise ValueError(f"{option} is not supported on packed weights ({kwargs.get('target_name', 'LoRA')})")
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
+        raise ValueError(
+            "an adapter cannot be merged into packed weights, which would have to be rounded again: save it and "
+            "merge it into the dense model, where stock PEFT loads it"
+        )
+
+    def unmerge(self) -> None:
+        """Nothing is ever merged."""
+
+    def _active(self) -> list[str]:
+        return [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """PEFT's A and B of each active adapter, and its scaling."""
+        for name in self._active():
+            yield (
+                self.lora_A[name].get_parameter("weight"),
+                self.lora_B[name].get_parameter("weight"),
+                self.scaling[name],
+            )
+
+
+def _joined(parts: list[LoRAFactors]) -> LoRAFactors:
+    """The sum of several adapters as one whose rank is the sum of theirs."""
+    if len(parts) == 1:
+        return parts[0]
+    return LoRAFactors(
+        torch.cat([part.a for part in parts], -2), torch.cat([part.b * part.scaling for part in parts], -1), 1.0
+    )
+
+
+class ParamWrapper(_PackedBase, layer.ParamWrapper):
+    """One adapted projection of packed experts, or the weight of a packed linear layer.
+
+    Wrappers of one experts module nest; the outermost collects the factors of all and calls the module once.
+    """
+
+    projection: ProjectionName | None
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        """Sets what PEFT keeps beside the sizes, too; it swaps the two for a 3-D parameter."""
+        base = self.get_base_layer()
+        if isinstance(base, NVFP4Linear):
+            self.projection, self.num_experts, self._param_ndim = None, 1, 2
+            return base.in_features, base.out_features
+        is_gate_up = self.parameter_name == stock_layout_of(base).gate_up_name
+        self.projection = "gate_up" if is_gate_up else "down"
+        site = Site("", base, self.projection)
+        self.num_experts, self._param_ndim, self.interleaved = site.num_experts, 3, is_interleaved(site)
+        return site.out_in
+
+    def get_param(self) -> nn.Parameter:
+        """The codes: PEFT asks for device and dtype, and keeps an adapter's own dtype beside integers."""
+        prefix = "weight" if self.projection is None else self.projection
+        return getattr(self.get_base_layer(), f"{prefix}_codes")
+
+    def _factors(self) -> LoRAFactors | None:
+        parts = list(self._pairs())
+        if self.projection is not None:
+            parts = [(*split_experts(a, b, self.num_experts, self.interleaved), scaling) for a, b, scaling in parts]
+        return _joined([LoRAFactors(*part) for part in parts]) if parts else None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._check_forward_args(x, *args, **kwargs)
+        if self.projection is None:
+            return self.base_layer(x, lora=self._factors())
+        factors = {}
+        module: nn.Module = self
+        while isinstance(module, ParamWrapper):
+            if (found := module._factors()) is not None:
+                factors[module.projection] = found
+            module = module.base_layer
+        return module(x, *args, lora=factors, **kwargs)
+
+
+class Linear(_PackedBase, layer.Linear):
+    """A packed linear layer with adapters: one product for base and adapters, unless an adapter drops inputs out."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._check_forward_args(x, *args, **kwargs)
+        if kwargs.get("adapter_names") is not None or any(self._drops(name) for name in self._active()):
+            return super().forward(x, *args, **kwargs)
+        parts = [LoRAFactors(*part) for part in self._pairs()]
+        return self.base_layer(x, lora=_joined(parts) if parts else None)
+
+    def _drops(self, name: str) -> bool:
+        return self.training and isinstance(self.lora_dropout[name], nn.Dropout)
+
+
+def wrap(target: nn.Module, adapter_name: str, *, config: LoraConfig, **kwargs: Any) -> nn.Module:
+    """The LoRA layer for a packed module, or for PEFT's wrapper of one; ValueError says what cannot be adapted."""
+    base = target.get_base_layer() if isinstance(target, layer.LoraLayer) else target
+    name, parameter = kwargs["target_name"], kwargs.pop("parameter_name", None)
+    if any("lora_" in key for key, _ in base.named_parameters(recurse=False)):
+        raise ValueError(f"{name} has an adapter of add_lora: save_adapter, then remove_adapters, or use that alone")
+    if parameter is not None:
+        return ParamWrapper(target, adapter_name, parameter_name=parameter, config=config, **kwargs)
+    if isinstance(base, NVFP4Experts):
+        layout = stock_layout_of(base)
+        raise ValueError(
+            f"{name} holds packed experts: name them in target_parameters, "
+            f"as '{name.rpartition('.')[2]}.{layout.gate_up_name}' and '{name.rpartition('.')[2]}.{layout.down_name}'"
+        )
+    return Linear(target, adapter_name, config=config, **kwargs)

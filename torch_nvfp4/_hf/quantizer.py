@@ -1,0 +1,142 @@
+"""transformers' quantizer for checkpoints that are packed already: `from_pretrained` gives packed modules."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..checkpoint import open_checkpoint
+from ..nn import NVFP4Experts, NVFP4Linear
+from .convert import dequantize_experts
+from .load import fill, place
+
+METHOD = "torch_nvfp4"
+_NVFP4_OF_COMPRESSED_TENSORS = "nvfp4-pack-quantized"
+_logger = logging.getLogger(__name__)
+
+
+@register_quantization_config("modelopt")
+class PackedConfig(QuantizationConfigMixin):
+    """A checkpoint's `quantization_config`, kept as its file declares it.
+
+    What is packed, and how, is read from the tensors. `from_pretrained(folder, quantization_config=PackedConfig())`
+    loads a checkpoint whose config.json does not declare it (older ModelOpt exports: hf_quant_config.json alone).
+    """
+
+    def __init__(self, **declared: Any) -> None:
+        self.quant_method: Any = METHOD
+        self.declared = declared
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.declared)
+
+
+@register_quantizer(METHOD)
+@register_quantizer("modelopt")
+class PackedQuantizer(HfQuantizer):
+    """Places packed modules before transformers loads the plain tensors, and fills them afterwards."""
+
+    requires_calibration = False  # True would refuse a checkpoint that only the caller declares
+
+    def __init__(self, quantization_config: PackedConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        # What is left for transformers to load is plain: cast to the model's dtype, renamed or not (5.17 does neither
+        # for a quantised checkpoint's renamed tensors).
+        self.pre_quantized = False
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        if isinstance(device_map, Mapping) and "disk" in device_map.values():
+            raise ValueError("device_map offloads to disk: packed weights must lie on the device that runs them")
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        if not checkpoint_files:
+            raise ValueError("packed weights are read from a checkpoint's files; a state_dict alone does not do")
+        self._checkpoint = open_checkpoint(Path(checkpoint_files[0]).parent)
+        self._placement = place(model, self._checkpoint)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        fill(model, self._checkpoint, self._placement)
+        del self._checkpoint, self._placement
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        if any(isinstance(module, NVFP4Experts) for module in model.modules()):
+            dequantize_experts(model)
+        for path, module in list(model.named_modules()):
+            if isinstance(module, NVFP4Linear):
+                model.set_submodule(path, _dense_linear(module, dtype or model.dtype))
+        return model
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        _logger.warning(
+            "save_pretrained does not write packed weights, and the checkpoint that they came from has them: save the "
+            "adapter alone, or call dequantize() first"
+        )
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _dense_linear(packed: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
+    with torch.device("meta"):
+        linear = nn.Linear(packed.in_features, packed.out_features, bias=False)
+    linear.weight = nn.Parameter(packed.dequantize(dtype), requires_grad=False)
+    linear.register_parameter("bias", packed.bias)
+    return linear.train(packed.training)
+
+
+def _is_nvfp4(declared: Mapping[str, Any]) -> bool:
+    groups = (declared.get("config_groups") or {}).values()
+    formats = [declared.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
+    return _NVFP4_OF_COMPRESSED_TENSORS in formats
+
+
+# The methods that transformers has a loader for, and which of their checkpoints are taken from it.
+_TAKEN: dict[str, Callable[[Mapping[str, Any]], bool]] = {"compressed-tensors": _is_nvfp4, "mxfp4": lambda _: True}
+_STOCK = {method: AUTO_QUANTIZATION_CONFIG_MAPPING[method] for method in _TAKEN}
+
+
+def pack_on_load(quant_method: str, enabled: bool = True) -> None:
+    """Say who loads checkpoints of a method that transformers knows too, from the next `from_pretrained` on.
+
+    quant_method: "compressed-tensors" (NVFP4 alone; on from the start, because transformers loads NVFP4 experts of
+        that method without their global scales) or "mxfp4" (gpt-oss; off from the start).
+    """
+    if quant_method not in _TAKEN:
+        raise ValueError(f"quant_method must be one of {', '.join(_TAKEN)}, got {quant_method!r}")
+    stock = _STOCK[quant_method]
+    AUTO_QUANTIZATION_CONFIG_MAPPING[quant_method] = _choice(stock, _TAKEN[quant_method]) if enabled else stock
+
+
+def _choice(stock: Any, taken: Callable[[Mapping[str, Any]], bool]) -> type:
+    """The stock config class, but reading a config gives a `PackedConfig` for what is taken."""
+
+    class Choice(stock):
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            target = PackedConfig if taken(config_dict) else stock
+            return target.from_dict(config_dict, *args, **kwargs)
+
+    Choice.__name__ = Choice.__qualname__ = stock.__name__
+    return Choice
+
+
+pack_on_load("compressed-tensors")
