@@ -11,7 +11,7 @@ from .files import Reader, TensorInfo
 from .folder import read_json, read_tensors
 from .layouts import Packed, find_weights
 from .quantiser import check_convention, check_quantiser
-from .read import read_experts, read_fp8, read_global_scale, read_input_scale, read_input_scales, read_linear
+from .read import check_global_scale, read_experts, read_fp8, read_input_scale, read_input_scales, read_linear
 from .stacks import find_stacks
 
 
@@ -49,7 +49,7 @@ class Checkpoint:
         self.plain = tuple(self._plain)
         with Reader() as reader:  # a few bytes each: a wrong one is known before anything is loaded
             for weight in found.packed.values():
-                read_global_scale(reader, weight)
+                check_global_scale(reader, weight)
 
     def load_experts(self, path: str) -> PackedExperts:
         """The experts at a module path of `experts`, in the canonical layout."""

@@ -1,5 +1,7 @@
 """Reads packed weights into the canonical layout. Bytes move; no value is decoded or rounded."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,21 +26,33 @@ def read_linear(reader: Reader, packed: Packed) -> PackedWeight:
     return PackedWeight(codes, scales, read_global_scale(reader, packed).reshape(1))
 
 
+def check_global_scale(reader: Reader, packed: Packed) -> float:
+    """The global scale as stored; CheckpointError for a value that no quantiser writes, or the wrong way round."""
+    info = packed.global_scale
+    if info is None:
+        return 1.0
+    value = _positive(reader, info)
+    if packed.names.divisor and value < 1:
+        raise CheckpointError(
+            f"{info.file.path}: tensor {info} is {value}, a multiplier; compressed-tensors keeps a divisor there"
+        )
+    if not packed.names.divisor and value > 1:
+        raise CheckpointError(
+            f"{info.file.path}: tensor {info} is {value}, a divisor; ModelOpt keeps a multiplier there"
+        )
+    return value
+
+
 def read_global_scale(reader: Reader, packed: Packed) -> Tensor:
-    """The fp32 multiplier, 0-d; CheckpointError for a value that no quantiser writes, or the wrong way round."""
-    if packed.global_scale is None:
-        return torch.ones(())
-    return _read_scale(reader, packed.global_scale, packed.names.divisor)
+    """The fp32 multiplier, 0-d."""
+    return _multiplier(check_global_scale(reader, packed), packed)
 
 
 def read_input_scale(reader: Reader, packed: Packed) -> Tensor | None:
     """The fp32 multiplier of the activations, 0-d."""
     if packed.input_scale is None:
         return None
-    value = reader.read(packed.input_scale).reshape(())
-    if not bool(value.isfinite() & (value > 0)):
-        raise CheckpointError(f"{packed.input_scale.file.path}: tensor {packed.input_scale} is {value.item()}")
-    return 1 / value if packed.names.divisor else value
+    return _multiplier(_positive(reader, packed.input_scale), packed)
 
 
 def read_input_scales(reader: Reader, stack: Stack) -> Tensor | None:
@@ -74,19 +88,16 @@ def read_fp8(reader: Reader, fp8: Fp8) -> Tensor:
     return values
 
 
-def _read_scale(reader: Reader, info: TensorInfo, divisor: bool) -> Tensor:
-    value = reader.read(info).reshape(())
-    if not bool(value.isfinite() & (value > 0)):
-        raise CheckpointError(f"{info.file.path}: tensor {info} is {value.item()}, must be finite and positive")
-    if divisor and value < 1:
-        raise CheckpointError(
-            f"{info.file.path}: tensor {info} is {value.item()}, a multiplier; compressed-tensors keeps a divisor there"
-        )
-    if not divisor and value > 1:
-        raise CheckpointError(
-            f"{info.file.path}: tensor {info} is {value.item()}, a divisor; ModelOpt keeps a multiplier there"
-        )
-    return 1 / value if divisor else value
+def _positive(reader: Reader, info: TensorInfo) -> float:
+    value = reader.number(info)
+    if not (math.isfinite(value) and value > 0):
+        raise CheckpointError(f"{info.file.path}: tensor {info} is {value}, must be finite and positive")
+    return value
+
+
+def _multiplier(value: float, packed: Packed) -> Tensor:
+    stored = torch.tensor(value, dtype=torch.float32)
+    return stored.reciprocal() if packed.names.divisor else stored
 
 
 def _read_projection(reader: Reader, projection: Projection) -> PackedWeight:

@@ -1,0 +1,678 @@
+"""Corrupted checkpoints of named kinds: each is refused in words, none is loaded, and no file is touched."""
+
+import json
+import re
+import shutil
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import (
+    INDEX,
+    LAYOUTS,
+    NUMBERED,
+    NVFP4_LAYOUTS,
+    WEIGHTS,
+    Made,
+    digest,
+    join_header,
+    make,
+    split_header,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_nvfp4.checkpoint import CheckpointError, open_checkpoint
+
+Draw = Callable[[st.SearchStrategy], object]
+EXAMPLES = settings().max_examples // 4
+"""Of each kind: 12, and 250 under the profile `deep`."""
+SCALES = ("weight_scale", "_scales")
+GLOBALS = ("weight_scale_2", "weight_global_scale")
+CODES = ("weight_packed", "_blocks", "gate_up_proj", "down_proj")
+
+
+def pick(draw: Draw, made: Made, keep: Callable[[str, torch.Tensor], bool]) -> str:
+    return draw(st.sampled_from([name for name, tensor in made.tensors.items() if keep(name, tensor)]))
+
+
+def is_codes(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.uint8 and not name.endswith(SCALES)
+
+
+def is_scales(name: str, tensor: torch.Tensor) -> bool:
+    return name.endswith(SCALES)
+
+
+def is_global(name: str, tensor: torch.Tensor) -> bool:
+    return name.endswith(GLOBALS)
+
+
+def is_packed(name: str, tensor: torch.Tensor) -> bool:
+    return is_codes(name, tensor) or is_scales(name, tensor) or is_global(name, tensor)
+
+
+# A change before the checkpoint is written: it returns the tensor that the refusal must name ("" for none).
+
+
+def missing_companion(draw: Draw, made: Made) -> str:
+    name = pick(draw, made, is_packed)
+    del made.tensors[name]
+    return ""
+
+
+def renamed_tensor(draw: Draw, made: Made) -> str:
+    name = pick(draw, made, is_packed)
+    at = draw(st.integers(max(0, name.rfind(".")) + 1, len(name) - 1))
+    made.tensors[name[:at] + "~" + name[at + 1 :]] = made.tensors.pop(name)
+    return ""
+
+
+def wrong_dtype(draw: Draw, made: Made) -> str:
+    name = pick(draw, made, is_packed)
+    others = {
+        torch.uint8: [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.int32],
+        torch.float8_e4m3fn: [torch.uint8, torch.float8_e5m2, torch.float8_e8m0fnu, torch.bfloat16, torch.float32],
+        torch.float32: [torch.bfloat16, torch.float16, torch.float64, torch.int32],
+    }[made.tensors[name].dtype]
+    tensor = made.tensors[name]
+    made.tensors[name] = tensor.float().to(draw(st.sampled_from(others)))
+    return ""
+
+
+def wrong_shape(draw: Draw, made: Made) -> str:
+    name = pick(draw, made, lambda name, tensor: is_codes(name, tensor) or is_scales(name, tensor))
+    tensor = made.tensors[name].view(torch.uint8)
+    dim = draw(st.integers(0, tensor.dim() - 1))
+    changed = draw(
+        st.sampled_from(
+            [
+                tensor.narrow(dim, 0, tensor.shape[dim] - 1),
+                tensor.narrow(dim, 0, 0),
+                torch.cat([tensor, tensor], dim=dim),
+                tensor.flatten(),
+                tensor.unsqueeze(dim),
+                tensor.flatten(0, 1),
+            ]
+        )
+    )
+    made.tensors[name] = changed.contiguous().view(made.tensors[name].dtype)
+    return ""
+
+
+def transposed(draw: Draw, made: Made) -> str:
+    name = pick(draw, made, lambda name, t: is_packed(name, t) and t.dim() > 1 and t.shape[-1] != t.shape[-2])
+    made.tensors[name] = made.tensors[name].view(torch.uint8).mT.contiguous().view(made.tensors[name].dtype)
+    return ""
+
+
+def swizzled_scales(draw: Draw, made: Made) -> str:
+    name = pick(draw, made, lambda name, tensor: is_scales(name, tensor) and tensor.dim() == 2)
+    rows, columns = made.tensors[name].shape
+    made.tensors[name] = torch.zeros(32 * -(-rows // 128), 16 * -(-columns // 4)).to(torch.float8_e4m3fn)
+    return name
+
+
+def global_scale_of(*values: float) -> Callable[[Draw, Made], str]:
+    def change(draw: Draw, made: Made) -> str:
+        name = pick(draw, made, is_global)
+        made.tensors[name] = torch.full_like(made.tensors[name], draw(st.sampled_from(values)))
+        return name
+
+    return change
+
+
+def global_scale_the_wrong_way_round(draw: Draw, made: Made) -> str:
+    name = pick(draw, made, is_global)
+    made.tensors[name] = 1 / made.tensors[name]
+    return name
+
+
+def global_scale_of_many(draw: Draw, made: Made) -> str:
+    name = pick(draw, made, is_global)
+    made.tensors[name] = made.tensors[name].reshape(1).repeat(draw(st.integers(2, 4)))
+    return name
+
+
+def nan_scale_byte(draw: Draw, made: Made) -> str:
+    name = pick(draw, made, is_scales)
+    data = made.tensors[name].view(torch.uint8).flatten()
+    e4m3 = made.tensors[name].dtype == torch.float8_e4m3fn
+    data[draw(st.integers(0, len(data) - 1))] = draw(st.sampled_from([0x7F, 0xFF])) if e4m3 else 0xFF
+    return name
+
+
+def in_the_experts(made: Made) -> list[str]:
+    return [name for name in made.tensors if ".experts." in name]
+
+
+def missing_expert(draw: Draw, made: Made) -> str:
+    e = draw(st.integers(0, 2))
+    for name in in_the_experts(made):
+        if f".experts.{e}." in name:
+            del made.tensors[name]
+    return ""
+
+
+def missing_projection(draw: Draw, made: Made) -> str:
+    stem = pick(draw, made, lambda name, t: is_codes(name, t) and ".experts." in name).rpartition(".")[0]
+    for name in list(made.tensors):
+        if name.startswith(stem + "."):
+            del made.tensors[name]
+    return ""
+
+
+def duplicate_expert(draw: Draw, made: Made) -> str:
+    """Expert 01 beside expert 1."""
+    e = draw(st.integers(0, 2))
+    for name in in_the_experts(made):
+        if f".experts.{e}." in name:
+            made.tensors[name.replace(f".experts.{e}.", f".experts.0{e}.")] = made.tensors[name].clone()
+    return ""
+
+
+def one_expert_more(draw: Draw, made: Made) -> str:
+    for name in in_the_experts(made):
+        if ".experts.2." in name:
+            made.tensors[name.replace(".experts.2.", ".experts.3.")] = made.tensors[name].clone()
+    return ""
+
+
+def mixed_formats(draw: Draw, made: Made) -> str:
+    """One projection of one expert (of all, where they are fused) in bf16, or in FP8 with its scale."""
+    name = pick(draw, made, lambda name, t: is_codes(name, t) and ".experts." in name)
+    fused = made.tensors[name].dim() > 2
+    stem = name.removesuffix("_blocks") if fused else name.rpartition(".")[0]
+    for other in list(made.tensors):
+        if other.startswith(stem) and not other.endswith("bias"):
+            del made.tensors[other]
+    dense = torch.randn(2, 2) if not fused else torch.randn(3, 2, 2)
+    if not fused and draw(st.booleans()):
+        made.tensors |= {f"{stem}.weight": dense.to(torch.float8_e4m3fn), f"{stem}.weight_scale": torch.ones(())}
+    else:
+        made.tensors[stem if fused else f"{stem}.weight"] = dense.bfloat16()
+    return ""
+
+
+def dense_weight_beside_a_packed_one(draw: Draw, made: Made) -> str:
+    path = next(iter(made.experts))
+    extra = draw(st.sampled_from(["0.extra_proj.weight", "7.up_proj.weight", "gate_up_proj_extra"]))
+    made.tensors[f"{path}.{extra}"] = torch.zeros(2, 2, dtype=torch.bfloat16)
+    return f"{path}.{extra}"
+
+
+def missing_bias(draw: Draw, made: Made) -> str:
+    name = pick(draw, made, lambda name, _: name.endswith("proj_bias"))
+    del made.tensors[name]
+    return name.rpartition(".")[2]
+
+
+def unknown_quantiser(draw: Draw, made: Made) -> str:
+    method = draw(st.sampled_from(["fp_quant", "bitsandbytes", "nvfp4", "gptq", "", None, 7]))
+    made.config["quantization_config"] = {"quant_method": method}
+    return ""
+
+
+def no_quantiser(draw: Draw, made: Made) -> str:
+    del made.config["quantization_config"]
+    return ""
+
+
+def another_quantiser(draw: Draw, made: Made) -> str:
+    declared = made.config["quantization_config"]
+    methods = ("modelopt", "compressed-tensors", "mxfp4")
+    declared["quant_method"] = draw(st.sampled_from([m for m in methods if m != declared["quant_method"]]))
+    return ""
+
+
+def rotated_weights(draw: Draw, made: Made) -> str:
+    stem = pick(draw, made, is_codes).rpartition(".")[0]
+    way = draw(st.sampled_from(["forward_hadamard_matrix", "pre_quant_scale", "weight_zero_point", "config"]))
+    if way == "config":
+        made.config["quantization_config"]["transform_config"] = {"config_groups": {"u": {"type": "hadamard"}}}
+        return ""
+    made.tensors[f"{stem}.{way}"] = torch.zeros(4)
+    return f"{stem}.{way}"
+
+
+def fused_rows_of_unknown_order(draw: Draw, made: Made) -> str:
+    made.config["model_type"] = draw(st.sampled_from(["mixtral", "", None, "aria"]))
+    return ""
+
+
+def wrong_expert_count_in_the_config(draw: Draw, made: Made) -> str:
+    key = draw(st.sampled_from(["num_local_experts", "num_experts", "n_routed_experts"]))
+    place = draw(st.sampled_from([made.config, made.config.setdefault("text_config", {})]))
+    place[key] = draw(st.sampled_from([1, 2, 4, 128]))
+    return ""
+
+
+def fp8_without_scale(draw: Draw, made: Made) -> str:
+    made.tensors["a.weight"] = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    block = draw(st.booleans())
+    made.tensors |= {"a.weight_scale_inv": torch.ones(1, 1)} if block else {}
+    return "a.weight"
+
+
+def fp8_scale_or_weight_without_meaning(draw: Draw, made: Made) -> str:
+    scale = draw(st.sampled_from([0.0, -1.0, float("nan"), float("inf"), 1.0]))
+    weight = torch.full((4, 4), float("nan") if scale == 1 else 1.0)
+    made.tensors |= {"a.weight": weight.to(torch.float8_e4m3fn), "a.weight_scale": torch.tensor(scale)}
+    return "a.weight"
+
+
+CHANGES: dict[Callable[[Draw, Made], str], tuple[str, ...]] = {
+    missing_companion: LAYOUTS,
+    renamed_tensor: LAYOUTS,
+    wrong_dtype: LAYOUTS,
+    wrong_shape: LAYOUTS,
+    transposed: LAYOUTS,
+    swizzled_scales: NUMBERED,
+    global_scale_of(0.0, -0.0, -1e-4, float("-inf")): NVFP4_LAYOUTS,
+    global_scale_of(float("nan"), float("inf")): NVFP4_LAYOUTS,
+    global_scale_the_wrong_way_round: NVFP4_LAYOUTS,
+    global_scale_of_many: NVFP4_LAYOUTS,
+    nan_scale_byte: LAYOUTS,
+    missing_expert: NUMBERED,
+    missing_projection: NUMBERED,
+    duplicate_expert: NUMBERED,
+    one_expert_more: NUMBERED,
+    mixed_formats: LAYOUTS,
+    dense_weight_beside_a_packed_one: LAYOUTS,
+    missing_bias: ("gpt_oss", "mxfp4"),
+    unknown_quantiser: LAYOUTS,
+    no_quantiser: LAYOUTS,
+    another_quantiser: LAYOUTS,
+    rotated_weights: LAYOUTS,
+    fused_rows_of_unknown_order: ("gpt_oss", "llama4", "mxfp4"),
+    wrong_expert_count_in_the_config: LAYOUTS,
+    fp8_without_scale: LAYOUTS,
+    fp8_scale_or_weight_without_meaning: LAYOUTS,
+}
+
+
+# A change of the written files.
+
+
+def truncated(draw: Draw, folder: Path) -> str:
+    path = some_weights(draw, folder)
+    size = path.stat().st_size
+    kept = draw(st.one_of(st.integers(0, 16), st.integers(0, size - 1), st.integers(size - 8, size - 1)))
+    path.write_bytes(path.read_bytes()[:kept])
+    return path.name
+
+
+def longer(draw: Draw, folder: Path) -> str:
+    path = some_weights(draw, folder)
+    path.write_bytes(path.read_bytes() + draw(st.binary(min_size=1, max_size=64)))
+    return path.name
+
+
+def header_length_lies(draw: Draw, folder: Path) -> str:
+    path = some_weights(draw, folder)
+    raw = path.read_bytes()
+    true = int.from_bytes(raw[:8], "little")
+    lie = draw(
+        st.one_of(
+            st.integers(0, 2**64 - 1),
+            st.integers(0, 4 * true),
+            st.sampled_from([len(raw) - 8, len(raw), 2**31, 2**63, 2**64 - 1]),
+        ).filter(lambda length: length != true)
+    )
+    path.write_bytes(lie.to_bytes(8, "little") + raw[8:])
+    return path.name
+
+
+def header_entry_lies(draw: Draw, folder: Path) -> str:
+    """One tensor's offsets, dtype or shape; sizes still agree in some."""
+    path = some_weights(draw, folder)
+    header, data = split_header(path.read_bytes())
+    name = draw(st.sampled_from([name for name in header if name != "__metadata__"]))
+    entry = header[name]
+    begin, end = entry["data_offsets"]
+    size = end - begin
+    header[name] = draw(
+        st.sampled_from(
+            [
+                entry | {"data_offsets": [begin + 1, end + 1]},
+                entry | {"data_offsets": [end, end + size]},
+                entry | {"data_offsets": [len(data), len(data) + size]},
+                entry | {"data_offsets": [end, begin]},
+                entry | {"data_offsets": [-size, 0]},
+                entry | {"data_offsets": [begin, end + 1]},
+                entry | {"data_offsets": [float(begin), float(end)]},
+                entry | {"data_offsets": [begin]},
+                entry | {"shape": [*entry["shape"], 2]},
+                entry | {"shape": [2**40, 2**40]},
+                entry | {"shape": [-1, -size]},
+                entry | {"shape": [True, size]},
+                entry | {"shape": "no"},
+                entry | {"dtype": "F4"},
+                entry | {"dtype": "F64", "shape": [size]},
+                entry | {"dtype": ["F32"]},
+                entry | {"more": 1},
+                {"dtype": "U8"},
+                None,
+                [],
+            ]
+        )
+    )
+    path.write_bytes(join_header(header, data))
+    return path.name
+
+
+def swapped_offsets_of_other_sizes(draw: Draw, folder: Path) -> str:
+    path = some_weights(draw, folder)
+    header, data = split_header(path.read_bytes())
+    names = [name for name in header if name != "__metadata__"]
+    by_size = {header[name]["data_offsets"][1] - header[name]["data_offsets"][0]: name for name in names}
+    a, b = draw(st.permutations(sorted(by_size.values())))[:2]
+    header[a]["data_offsets"], header[b]["data_offsets"] = header[b]["data_offsets"], header[a]["data_offsets"]
+    path.write_bytes(join_header(header, data))
+    return path.name
+
+
+def header_that_is_no_json(draw: Draw, folder: Path) -> str:
+    path = some_weights(draw, folder)
+    header, data = split_header(path.read_bytes())
+    text = json.dumps(header)
+    name = next(name for name in header if name != "__metadata__")
+    again = f"{text[:-1]}, {json.dumps(name)}: {json.dumps(header[name])}}}"
+    bad = draw(
+        st.sampled_from(
+            [
+                again,
+                text[:-1],
+                text.replace("[", "[NaN, ", 1),
+                text.replace("[", "[Infinity, ", 1),
+                f"[{text}]",
+                " " + text,
+                "[" * 100_000,
+                '{"a":' * 100_000,
+                text[:-1] + ', "x": ' + "9" * 10_000 + "}",
+                text.encode()[:-1] + b"\xff}",
+                text[:-1] + ', "__metadata__": {"format": 1}}',
+                text[:-1] + ', "__metadata__": null}',
+            ]
+        )
+    )
+    path.write_bytes(join_header(bad, data))
+    return path.name
+
+
+def some_weights(draw: Draw, folder: Path) -> Path:
+    return draw(st.sampled_from(sorted(folder.glob("*.safetensors"))))
+
+
+def edit_index(folder: Path, change: Callable[[dict], object]) -> str:
+    index = json.loads((folder / INDEX).read_text())
+    change(index)
+    (folder / INDEX).write_text(json.dumps(index))
+    return INDEX
+
+
+def index_leads_out_of_its_folder(draw: Draw, folder: Path) -> str:
+    outside = folder.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    shard = some_weights(draw, folder)
+    target = outside / shard.name
+    shutil.move(shard, target)
+    way = draw(st.sampled_from(["relative", "absolute", "link", "folder", "through"]))
+    (folder / "sub").mkdir()
+    shutil.copy(target, folder / "sub" / shard.name)
+    named = {
+        "relative": f"../outside/{shard.name}",
+        "absolute": str(target),
+        "link": shard.name,
+        "folder": f"sub/{shard.name}",
+        "through": f"sub/../../outside/{shard.name}",
+    }[way]
+    if way == "link":
+        shard.symlink_to(target)
+
+    def change(index: dict) -> None:
+        index["weight_map"] = {k: named if v == shard.name else v for k, v in index["weight_map"].items()}
+
+    edit_index(folder, change)
+    return shard.name
+
+
+def index_names_what_its_shard_lacks(draw: Draw, folder: Path) -> str:
+    shard = some_weights(draw, folder).name
+    return edit_index(folder, lambda index: index["weight_map"].update({"model.extra.weight": shard}))
+
+
+def index_swaps_two_shards(draw: Draw, folder: Path) -> str:
+    def change(index: dict) -> None:
+        name = draw(st.sampled_from(sorted(index["weight_map"])))
+        shards = sorted(set(index["weight_map"].values()) - {index["weight_map"][name]})
+        index["weight_map"][name] = draw(st.sampled_from(shards))
+
+    return edit_index(folder, change)
+
+
+def index_forgets_a_tensor(draw: Draw, folder: Path) -> str:
+    def change(index: dict) -> None:
+        del index["weight_map"][draw(st.sampled_from(sorted(index["weight_map"])))]
+
+    return edit_index(folder, change)
+
+
+def index_that_makes_no_sense(draw: Draw, folder: Path) -> str:
+    text = (folder / INDEX).read_text()
+    bad = draw(
+        st.sampled_from(
+            [
+                "",
+                "[]",
+                "{}",
+                '{"weight_map": []}',
+                '{"weight_map": {"a": 1}}',
+                '{"weight_map": {"a": ""}}',
+                '{"weight_map": {"a": "."}}',
+                '{"weight_map": {"a": "\\u0000"}}',
+                '{"weight_map": {"a": "\\ud800"}}',
+                '{"weight_map": {"a": "' + "x" * 5000 + '"}}',
+                text[:-5],
+                text.replace('"weight_map"', '"weight_map": {}, "weight_map"'),
+            ]
+        )
+    )
+    (folder / INDEX).write_text(bad)
+    return ""
+
+
+def missing_shard(draw: Draw, folder: Path) -> str:
+    path = some_weights(draw, folder)
+    path.unlink()
+    return path.name
+
+
+def tensor_in_two_shards(draw: Draw, folder: Path) -> str:
+    first, second = draw(st.permutations(sorted(folder.glob("*.safetensors"))))[:2]
+    (header, data), (other, other_data) = (split_header(path.read_bytes()) for path in (first, second))
+    name = draw(st.sampled_from([name for name in header if name != "__metadata__"]))
+    begin, end = header[name]["data_offsets"]
+    other[name] = header[name] | {"data_offsets": [len(other_data), len(other_data) + end - begin]}
+    second.write_bytes(join_header(other, other_data + data[begin:end]))
+    return second.name
+
+
+def two_sets_of_weights(draw: Draw, folder: Path) -> str:
+    shutil.copy(some_weights(draw, folder), folder / WEIGHTS)
+    return WEIGHTS
+
+
+FILE_CHANGES: dict[Callable[[Draw, Path], str], tuple[int, int]] = {
+    truncated: (1, 3),
+    longer: (1, 3),
+    header_length_lies: (1, 3),
+    header_entry_lies: (1, 3),
+    swapped_offsets_of_other_sizes: (1, 2),
+    header_that_is_no_json: (1, 3),
+    index_leads_out_of_its_folder: (2, 3),
+    index_names_what_its_shard_lacks: (2, 3),
+    index_swaps_two_shards: (2, 3),
+    index_forgets_a_tensor: (2, 3),
+    index_that_makes_no_sense: (2, 3),
+    missing_shard: (2, 3),
+    tensor_in_two_shards: (2, 3),
+    two_sets_of_weights: (2, 3),
+}
+
+
+def load_everything(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    for path in checkpoint.experts:
+        checkpoint.load_experts(path)
+    for path in checkpoint.linears:
+        checkpoint.load_linear(path)
+    for name in (*checkpoint.plain, *checkpoint.fp8):
+        checkpoint.load_plain(name)
+
+
+def check_refused(folder: Path, named: str, at_open: bool) -> None:
+    before = digest(folder)
+    with pytest.raises(CheckpointError) as refusal:
+        open_checkpoint(folder) if at_open else load_everything(folder)
+    text = str(refusal.value)
+    assert str(folder) in text and named in text, text
+    assert digest(folder) == before
+
+
+ONLY_WHEN_LOADING = (nan_scale_byte, fp8_scale_or_weight_without_meaning)
+
+
+def fresh(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def test_there_are_more_than_200_corrupted_checkpoints() -> None:
+    assert (len(CHANGES) + len(FILE_CHANGES)) * EXAMPLES >= 400
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_what_is_corrupted_below_loads_as_it_is(tmp_path: Path, layout: str, shards: int) -> None:
+    load_everything(make(layout).write(tmp_path, shards))
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__qualname__.partition(".")[0])
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_changed_tensors_and_configs_are_refused(
+    tmp_path: Path, change: Callable[[Draw, Made], str], data: st.DataObject
+) -> None:
+    made = make(data.draw(st.sampled_from(CHANGES[change])), data.draw(st.integers(0, 2**32)))
+    named = change(data.draw, made)
+    folder = made.write(fresh(tmp_path), shards=data.draw(st.integers(1, 3)))
+    check_refused(folder, named, at_open=change not in ONLY_WHEN_LOADING)
+
+
+@pytest.mark.parametrize("change", FILE_CHANGES, ids=lambda change: change.__name__)
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_changed_files_are_refused(tmp_path: Path, change: Callable[[Draw, Path], str], data: st.DataObject) -> None:
+    made = make(data.draw(st.sampled_from(LAYOUTS)), data.draw(st.integers(0, 2**32)))
+    folder = made.write(fresh(tmp_path), shards=data.draw(st.integers(*FILE_CHANGES[change])))
+    named = change(data.draw, folder)
+    check_refused(folder, named, at_open=True)
+
+
+@settings(max_examples=20 * EXAMPLES)
+@given(data=st.data())
+def test_any_bytes_of_a_header_load_as_they_were_or_are_refused(tmp_path: Path, data: st.DataObject) -> None:
+    """Some bytes of the length or of the JSON, or all of it, replaced: a CheckpointError, or a file that is whole."""
+    path = tmp_path / "checkpoint" / WEIGHTS
+    if not path.exists():
+        make("qwen3", e=1).write(path.parent)
+        (tmp_path / "raw").write_bytes(path.read_bytes())
+    raw = bytearray((tmp_path / "raw").read_bytes())
+    length = int.from_bytes(raw[:8], "little")
+    if data.draw(st.booleans()):
+        for _ in range(data.draw(st.integers(1, 6))):
+            raw[data.draw(st.integers(0, 7 + length))] = data.draw(st.integers(0, 255))
+    else:
+        raw[8 : 8 + length] = data.draw(st.binary(max_size=200))
+    path.write_bytes(raw)
+    try:
+        load_everything(path.parent)
+    except CheckpointError as refusal:
+        assert str(path.parent) in str(refusal)
+
+
+def test_a_header_cannot_make_the_reader_allocate(tmp_path: Path) -> None:
+    folder = make("qwen3").write(tmp_path)
+    header, data = split_header((folder / WEIGHTS).read_bytes())
+    huge = {"dtype": "U8", "shape": [2**40], "data_offsets": [0, 2**40]}
+    for raw in (
+        join_header(header, data, length=2**62),
+        join_header(header, data, length=99_000_000),
+        join_header(header | {"model.norm.weight": huge}, data),
+        join_header(header | {"model.norm.weight": huge | {"shape": [2**20] * 32}}, data),
+    ):
+        (folder / WEIGHTS).write_bytes(raw)
+        tracemalloc.start()
+        try:
+            refusal_of(folder)
+            assert tracemalloc.get_traced_memory()[1] < 2**20
+        finally:
+            tracemalloc.stop()
+
+
+# The texts, one by one
+
+
+def refusal_of(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as refusal:
+        load_everything(folder)
+    return str(refusal.value).replace(str(folder), "DIR")
+
+
+def test_texts(tmp_path: Path) -> None:
+    def text(change: Callable[[Made], object], layout: str = "qwen3") -> str:
+        made = make(layout)
+        change(made)
+        return refusal_of(made.write(fresh(tmp_path)))
+
+    up = "model.layers.0.mlp.experts.1.up_proj"
+    found = {
+        "scale missing": text(lambda made: made.tensors.pop(f"{up}.weight_scale")),
+        "expert missing": text(lambda made: [made.tensors.pop(n) for n in list(made.tensors) if ".experts.1." in n]),
+        "a divisor": text(lambda made: made.tensors.update({f"{up}.weight_scale_2": torch.tensor(26880.0)})),
+        "a multiplier": text(
+            lambda made: made.tensors.update({f"{up}.weight_global_scale": torch.tensor([0.5])}), "compressed"
+        ),
+        "fp-quant": text(lambda made: made.config.update(quantization_config={"quant_method": "fp_quant"})),
+        "other names": text(
+            lambda made: made.config.update(quantization_config={"quant_method": "compressed-tensors"})
+        ),
+    }
+    where = r"DIR/model\.safetensors: tensor '" + re.escape(up)
+    for key, pattern in {
+        "scale missing": where + r"\.weight' .* has no companion '" + re.escape(up) + r"\.weight_scale'",
+        "expert missing": r"DIR/model\.safetensors: model\.layers\.0\.mlp\.experts: expert 1 is missing, 2 is there",
+        "a divisor": where + r"\.weight_scale_2' .* is 26880\.0, a divisor; ModelOpt keeps a multiplier there",
+        "a multiplier": where + r"\.weight_global_scale' .* is 0\.5, a multiplier; compressed-tensors keeps a divisor",
+        "fp-quant": r"DIR/config\.json: quant_method is 'fp_quant'; the packed tensors .* can be read for modelopt, ",
+        "other names": r"DIR/model\.safetensors: tensor .* is named as modelopt does it, DIR/config\.json declares ",
+    }.items():
+        assert re.match(pattern, found[key]), found[key]
+
+
+def test_not_a_checkpoint(tmp_path: Path) -> None:
+    assert refusal_of(tmp_path / "none").endswith("no such folder")
+    assert refusal_of(tmp_path) == f"DIR: has neither {WEIGHTS} nor {INDEX}"
+    (tmp_path / WEIGHTS).mkdir()
+    assert refusal_of(tmp_path).endswith("is not a file")
+
+
+def test_unknown_paths(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make("qwen3").write(tmp_path))
+    for load in (checkpoint.load_experts, checkpoint.load_linear, checkpoint.load_plain, checkpoint.input_scale):
+        with pytest.raises(CheckpointError, match="'no.such' is not among"):
+            load("no.such")
