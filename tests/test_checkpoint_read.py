@@ -107,6 +107,15 @@ def test_a_bf16_layer_among_packed_ones_is_plain(tmp_path: Path) -> None:
     assert {*dense, "lm_head.weight"} < set(checkpoint.plain) and list(checkpoint.experts) == [PATH]
 
 
+def test_scales_that_change_no_weight_are_plain(tmp_path: Path) -> None:
+    made = make("qwen3")
+    scale = torch.tensor(0.5)
+    spare = ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale", "dense.input_scale")
+    made.tensors |= {f"model.layers.0.{name}": scale.clone() for name in spare}
+    made.tensors["model.layers.0.dense.weight"] = torch.randn(4, 4).bfloat16()
+    check_loads(made, made.write(tmp_path))
+
+
 def test_biases_of_numbered_experts_and_of_linears(tmp_path: Path) -> None:
     made = make("qwen3")
     biases = {role: torch.randn(3, 64 if role == "down_proj" else 32) for role in ("gate_proj", "up_proj", "down_proj")}

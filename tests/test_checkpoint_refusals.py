@@ -249,6 +249,14 @@ def wrong_expert_count_in_the_config(draw: Draw, made: Made) -> str:
     return ""
 
 
+def scale_of_no_weight(draw: Draw, made: Made) -> str:
+    """input_scale beside a dense weight is allowed; any other scale would be left out in silence."""
+    leaf = draw(st.sampled_from(["weight_scale", "weight_scale_2", "weight_global_scale", "input_scale", "absmax"]))
+    stem = "model.norm" if leaf != "input_scale" else "model.nothing"
+    made.tensors[f"{stem}.{leaf}"] = torch.ones(4, dtype=torch.uint8 if leaf == "absmax" else torch.float32)
+    return f"{stem}.{leaf}"
+
+
 def fp8_without_scale(draw: Draw, made: Made) -> str:
     made.tensors["a.weight"] = torch.ones(4, 4).to(torch.float8_e4m3fn)
     block = draw(st.booleans())
@@ -288,6 +296,7 @@ CHANGES: dict[Callable[[Draw, Made], str], tuple[str, ...]] = {
     rotated_weights: LAYOUTS,
     fused_rows_of_unknown_order: ("gpt_oss", "llama4", "mxfp4"),
     wrong_expert_count_in_the_config: LAYOUTS,
+    scale_of_no_weight: LAYOUTS,
     fp8_without_scale: LAYOUTS,
     fp8_scale_or_weight_without_meaning: LAYOUTS,
 }

@@ -114,12 +114,18 @@ def find_weights(tensors: Mapping[str, TensorInfo]) -> Found:
     taken = {info.name for weights in (found.packed, found.fp8) for weight in weights.values() for info in weight.parts}
     found.rest = {name: info for name, info in tensors.items() if name not in taken}
     for info in found.rest.values():
-        if is_quantised(info):
+        if is_quantised(info) and not _is_spare_input_scale(info, tensors):
             raise CheckpointError(
                 f"{info.file.path}: tensor {info} belongs to no weight of a known layout: its companions are missing, "
                 "or another quantiser wrote it"
             )
     return found
+
+
+def _is_spare_input_scale(info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
+    """An activation scale beside a dense weight, as exports of mixed precision leave: it changes no weight."""
+    weight = tensors.get(info.name.removesuffix(".input_scale") + ".weight")
+    return info.name.endswith(".input_scale") and weight is not None and weight.dtype in FLOATS
 
 
 def _seeds(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Names]]:
