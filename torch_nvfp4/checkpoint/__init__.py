@@ -8,6 +8,7 @@ for path in checkpoint.experts:
 from .checkpoint import Checkpoint, open_checkpoint
 from .entries import ExpertsEntry, Fp8Entry, LinearEntry, PackedExperts, PackedWeight
 from .errors import CheckpointError
+from .quantize import Quantised, quantize_folder
 
 __all__ = [
     "Checkpoint",
@@ -17,5 +18,7 @@ __all__ = [
     "LinearEntry",
     "PackedExperts",
     "PackedWeight",
+    "Quantised",
     "open_checkpoint",
+    "quantize_folder",
 ]

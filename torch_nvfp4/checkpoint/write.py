@@ -1,0 +1,96 @@
+"""A checkpoint folder that takes its name only when it is whole: shards and their index, configs, and what lies beside.
+
+Tensors come one by one and leave the memory with their shard. Until `finish` everything lies in `NAME.partial`, so what
+an interrupted run leaves is never mistaken for a checkpoint.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import CheckpointError
+from .folder import INDEX, WEIGHTS
+
+SHARD_BYTES = 5 * 10**9
+_OWN = ("config.json", "hf_quant_config.json", INDEX)
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
+"""Endings of files that hold weights: those of the source are not the new folder's."""
+
+
+class FolderWriter:
+    """Use as a context manager; leaving it without `finish` removes what was written.
+
+    Raises CheckpointError where `out` exists and is not an empty folder.
+    """
+
+    def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise CheckpointError(f"{out}: exists; the new checkpoint wants a name of its own")
+        self._out, self._partial, self._shard_bytes = out, out.with_name(out.name + ".partial"), shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._shards: list[dict[str, int]] = []
+
+    def __enter__(self) -> "FolderWriter":
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if self._partial.exists():
+            shutil.rmtree(self._partial)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The next tensor; it is kept until its shard is full."""
+        if name in self._pending or any(name in shard for shard in self._shards):
+            raise CheckpointError(f"{self._out}: tensor {name!r} is there twice")
+        if self._pending and self._pending_bytes() + _nbytes(tensor) > self._shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+
+    def finish(self, config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, beside: Path) -> None:
+        """Write what is left, the index and the configs, copy the source's other files, and take the name."""
+        self._flush()
+        count = len(self._shards)
+        weight_map: dict[str, str] = {}
+        for i, shard in enumerate(self._shards, 1):
+            name = WEIGHTS if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
+            self._shard_path(i).rename(self._partial / name)
+            weight_map |= dict.fromkeys(shard, name)
+        if count > 1:
+            total = sum(sum(shard.values()) for shard in self._shards)
+            self._json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        self._json("config.json", config)
+        if hf_quant_config is not None:
+            self._json("hf_quant_config.json", hf_quant_config)
+        for file in sorted(beside.iterdir()):
+            if file.is_file() and file.name not in _OWN and file.suffix not in _WEIGHTS:
+                shutil.copyfile(file, self._partial / file.name)
+        if self._out.exists():
+            self._out.rmdir()
+        self._partial.rename(self._out)
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        self._shards.append({name: _nbytes(tensor) for name, tensor in self._pending.items()})
+        save_file(self._pending, self._shard_path(len(self._shards)), metadata={"format": "pt"})
+        self._pending = {}
+
+    def _shard_path(self, i: int) -> Path:
+        return self._partial / f"shard-{i:05d}.safetensors"
+
+    def _pending_bytes(self) -> int:
+        return sum(map(_nbytes, self._pending.values()))
+
+    def _json(self, name: str, value: Mapping[str, Any]) -> None:
+        (self._partial / name).write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
