@@ -1,5 +1,6 @@
 """An opened checkpoint: what it holds, and how to load it piece by piece."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ from .files import Reader, TensorInfo
 from .folder import read_json, read_tensors
 from .layouts import Packed, find_weights
 from .quantiser import check_convention, check_quantiser
-from .read import check_global_scale, read_experts, read_fp8, read_input_scale, read_input_scales, read_linear
+from .read import (
+    check_global_scale,
+    read_experts,
+    read_fp8,
+    read_global_scale,
+    read_input_scale,
+    read_input_scales,
+    read_linear,
+)
 from .stacks import find_stacks
 
 
@@ -30,7 +39,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        tensors = read_tensors(folder)
+        tensors = self._tensors = read_tensors(folder)
         self.config: dict[str, Any] = read_json(folder, "config.json")
         method = check_quantiser(folder, self.config, read_json(folder, "hf_quant_config.json"), tensors)
         found = find_weights(tensors)
@@ -62,6 +71,29 @@ class Checkpoint:
         packed = _get(self._packed, path, "linears", self.folder)
         with Reader() as reader:
             return read_linear(reader, packed)
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of a tensor in its file, whatever it belongs to."""
+        return self._tensors[name].end - self._tensors[name].begin
+
+    def numel(self, name: str) -> int:
+        return math.prod(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it, such as BF16."""
+        return self._tensors[name].dtype
+
+    def gate_up_ratio(self, path: str) -> float | None:
+        """The larger of gate's and up's global scale over the smaller, at most over the experts; None if not gated."""
+        stack = _get(self._stacks, path, "experts", self.folder)
+        if not stack.entry.gated:
+            return None
+        ratio = 1.0
+        with Reader() as reader:
+            for weights in stack.gate_up.weights:
+                scales = [read_global_scale(reader, weight).item() for weight in weights]
+                ratio = max(ratio, max(scales) / min(scales))
+        return ratio
 
     def input_scale(self, path: str) -> Tensor | None:
         """The static scale of the activations (fp32 multipliers), if the checkpoint has one.

@@ -1,0 +1,55 @@
+"""`torch-nvfp4 inspect` and `quantize`: what they print, and one line for whatever is wrong."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from test_checkpoint_golden import GOLDEN
+from test_checkpoint_quantize import dense, write
+
+from torch_nvfp4.checkpoint import open_checkpoint
+from torch_nvfp4.cli import run
+
+
+def test_inspect_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = GOLDEN / "ckpt_modelopt_qwen3_moe-NVFP4_DEFAULT_CFG"
+    assert run(["inspect", str(folder), "--seq-len", "1048576", "--rank", "8"]) == 0
+    assert_expected_inline(
+        capsys.readouterr().out,
+        """\
+kind     layers                               format  sizes                  weights   bits  MiB
+experts  1 x model.layers.*.mlp.experts       nvfp4   E = 3, H = 32, I = 16    4,608   4.62  0.0
+linear   1 x model.layers.*.self_attn.k_proj  nvfp4   16 x 32                    512   4.62  0.0
+linear   1 x model.layers.*.self_attn.o_proj  nvfp4   32 x 32                  1,024   4.56  0.0
+linear   1 x model.layers.*.self_attn.q_proj  nvfp4   32 x 32                  1,024   4.56  0.0
+linear   1 x model.layers.*.self_attn.v_proj  nvfp4   16 x 32                    512   4.62  0.0
+other    8 tensors                            bf16                             1,248  16.00  0.0
+
+0.0 MiB in all
+global scales of gate and up differ by a factor of at most 1
+training on one GPU, 1048576 tokens: about 1.03 GiB (weights 0.00, adapters of rank 8 0.00, activations 1.03)
+""",
+    )
+
+
+def test_quantize_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write(tmp_path / "dense", dense()), tmp_path / "packed"
+    assert run(["quantize", str(source), str(out), "--format", "mxfp4", "--layout", "compressed-tensors"]) == 0
+    assert capsys.readouterr().out == f"{out}: 9 expert weights, 0.0 -> 0.0 MiB\n"
+    (entry,) = open_checkpoint(out).experts.values()
+    assert (entry.format, entry.num_experts, entry.hidden, entry.intermediate) == ("mxfp4", 3, 64, 32)
+    assert run(["inspect", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "experts  1 x model.layers.*.mlp.experts  mxfp4" in told and "4.25" in told
+    assert "no estimate of training memory" in told or "training on one GPU" in told
+
+    assert run(["quantize", str(source), str(out)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"torch-nvfp4: {out}: exists") and error.count("\n") == 1
+    tensors = dense()
+    tensors["model.layers.0.mlp.experts.0.up_proj.weight"][0, 0] = torch.inf
+    assert run(["quantize", str(write(tmp_path / "inf", tensors)), str(tmp_path / "never")]) == 2
+    assert "up_proj.weight" in capsys.readouterr().err and not (tmp_path / "never").exists()
+    assert run(["inspect", str(tmp_path / "nothing")]) == 2
+    assert capsys.readouterr().err == f"torch-nvfp4: {tmp_path / 'nothing'}: no such folder\n"
