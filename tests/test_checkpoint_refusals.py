@@ -203,6 +203,21 @@ def dense_weight_beside_a_packed_one(draw: Draw, made: Made) -> str:
     return f"{path}.{extra}"
 
 
+def packed_twice(draw: Draw, made: Made) -> str:
+    """Under the names of two conventions, or with its experts both fused and one by one."""
+    names = [name for name in made.tensors if name.endswith((".weight", ".weight_packed", "_proj", "_blocks"))]
+    name = draw(st.sampled_from([name for name in names if is_codes(name, made.tensors[name])]))
+    stem, _, leaf = name.rpartition(".")
+    codes = made.tensors[name].clone()
+    if leaf in ("weight", "weight_packed"):
+        made.tensors[f"{stem}.weight" if leaf == "weight_packed" else f"{stem}.weight_packed"] = codes
+    elif leaf.endswith("_blocks"):
+        made.tensors[name.removesuffix("_blocks")] = codes
+    else:
+        made.tensors[f"{name}_blocks"] = codes
+    return ""
+
+
 def missing_bias(draw: Draw, made: Made) -> str:
     name = pick(draw, made, lambda name, _: name.endswith("proj_bias"))
     del made.tensors[name]
@@ -289,6 +304,7 @@ CHANGES: dict[Callable[[Draw, Made], str], tuple[str, ...]] = {
     one_expert_more: NUMBERED,
     mixed_formats: LAYOUTS,
     dense_weight_beside_a_packed_one: LAYOUTS,
+    packed_twice: LAYOUTS,
     missing_bias: ("gpt_oss", "mxfp4"),
     unknown_quantiser: LAYOUTS,
     no_quantiser: LAYOUTS,

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..format import FORMATS, MXFP4, NVFP4, Format
+from ..format import MXFP4, NVFP4, Format
 from .errors import CheckpointError
 from .files import TensorInfo
 
 FLOATS = ("F32", "BF16", "F16")
 _BYTES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0")
-_E8M0 = ("U8", "F8_E8M0")
+_SCALE_DTYPES = {"nvfp4": ("F8_E4M3",), "mxfp4": ("U8", "F8_E8M0")}
 
 Layout = Literal["rows", "columns", "blocks"]
 """How codes lie in the file: `[N, C/2]`, `[E, C/2, N]` or `[E, N, C/32, 16]`."""
@@ -103,9 +103,9 @@ def find_weights(tensors: Mapping[str, TensorInfo]) -> Found:
     found = Found()
     for stem, names in _seeds(tensors):
         if stem in found.packed:
+            info = tensors[stem + names.codes]
             raise CheckpointError(
-                f"{tensors[stem + names.codes]}: there is another packed weight called {stem!r}: "
-                f"{found.packed[stem].codes}"
+                f"{info.file.path}: tensor {info} packs {stem!r} once more, beside {found.packed[stem].codes}"
             )
         found.packed[stem] = _packed(stem, names, tensors)
     for name, info in tensors.items():
@@ -157,13 +157,11 @@ def check_tensor(info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, 
 def _format_of(codes: TensorInfo, scales: TensorInfo, allowed: tuple[Format, ...]) -> Format:
     if codes.dtype != "U8":
         raise CheckpointError(f"{codes.file.path}: tensor {codes} must be U8, two 4-bit codes a byte")
-    fmt = NVFP4 if scales.dtype == "F8_E4M3" else MXFP4 if scales.dtype in _E8M0 else None
-    if fmt not in allowed:
-        raise CheckpointError(
-            f"{scales.file.path}: tensor {scales} must hold the block scales of "
-            f"{' (F8_E4M3) or '.join(f.name for f in allowed)}{' (U8)' if MXFP4 in allowed else ' (F8_E4M3)'}"
-        )
-    return FORMATS[fmt.name]
+    for fmt in allowed:
+        if scales.dtype in _SCALE_DTYPES[fmt.name]:
+            return fmt
+    expected = " or ".join(f"{_SCALE_DTYPES[fmt.name][0]} ({fmt.name})" for fmt in allowed)
+    raise CheckpointError(f"{scales.file.path}: tensor {scales} must hold block scales, {expected}")
 
 
 def _packed(stem: str, names: Names, tensors: Mapping[str, TensorInfo]) -> Packed:
@@ -172,7 +170,7 @@ def _packed(stem: str, names: Names, tensors: Mapping[str, TensorInfo]) -> Packe
     allowed = {"rows": (NVFP4, MXFP4), "columns": (NVFP4,), "blocks": (MXFP4,)}[names.layout]
     fmt = _format_of(codes, scales, allowed)
     experts, n, c, scale_shape = _sizes(codes, names.layout, fmt)
-    check_tensor(scales, ("F8_E4M3",) if fmt is NVFP4 else _E8M0, scale_shape)
+    check_tensor(scales, _SCALE_DTYPES[fmt.name], scale_shape)
     global_scale = input_scale = None
     if fmt is NVFP4 and names.global_scale is not None:
         global_scale = _require(tensors, stem + names.global_scale, codes)
@@ -185,20 +183,18 @@ def _packed(stem: str, names: Names, tensors: Mapping[str, TensorInfo]) -> Packe
 
 def _sizes(codes: TensorInfo, layout: Layout, fmt: Format) -> tuple[int | None, int, int, tuple[int, ...]]:
     """E (or None), N, C and the shape of the scales that goes with these codes."""
-    block = fmt.block_size
-    expected = {"rows": "[N, C/2]", "columns": "[E, C/2, N]", "blocks": f"[E, N, C/{block}, {block // 2}]"}[layout]
-    dims, shape = expected.count(",") + 1, codes.shape
-    good = len(shape) == dims and 0 not in shape and (layout != "blocks" or shape[-1] == block // 2)
-    if good and layout == "blocks":
-        return shape[0], shape[1], shape[2] * block, shape[:3]
-    if good:
-        c = 2 * shape[-2 if layout == "columns" else -1]
-        if c % block == 0:
-            if layout == "rows":
-                return None, shape[0], c, (shape[0], c // block)
+    block, shape = fmt.block_size, codes.shape
+    if len(shape) == {"rows": 2, "columns": 3, "blocks": 4}[layout] and 0 not in shape:
+        if layout == "blocks" and 2 * shape[3] == block:
+            return shape[0], shape[1], shape[2] * block, shape[:3]
+        c = 2 * shape[1]
+        if layout == "columns" and c % block == 0:
             return shape[0], shape[2], c, (shape[0], c // block, shape[2])
+        if layout == "rows" and c % block == 0:
+            return None, shape[0], c, (shape[0], c // block)
+    expected = {"rows": "[N, C/2]", "columns": "[E, C/2, N]", "blocks": f"[E, N, C/{block}, {block // 2}]"}[layout]
     raise CheckpointError(
-        f"{codes.file.path}: tensor {codes} must be {expected}, C a multiple of {block} ({fmt.name}), nothing empty"
+        f"{codes.file.path}: tensor {codes} must be {expected}, C a multiple of {block} ({fmt.name}), none empty"
     )
 
 
