@@ -54,9 +54,7 @@ def run(case: dict[str, Any]) -> int:
     if case["kill"]:
         signal_at(case["kill"], case["at"])
     config = replace(tiny_config(Path(case["text"]), Path(case["output"])), model=case["model"], **case["changes"])
-    # what `torch-nvfp4 finetune` does, after it has read its flags
-    commands.FinetuneConfig = lambda **_: config  # type: ignore[assignment,misc]
-    code = commands._finetune(targets="", text=[], eval_text=[])
+    code = commands.run_finetune(lambda: config)
     sys.stdout.flush()
     os._exit(code)
 

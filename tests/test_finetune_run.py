@@ -82,7 +82,7 @@ def test_the_result_in_figures(trained: tuple[FinetuneResult, str]) -> None:
     peft = json.loads((result.adapter_dir / "adapter_config.json").read_text())
     assert (peft["peft_type"], Path(peft["base_model_name_or_path"]).name) == ("LORA", "base")
     assert names == {
-        "adapter_model.safetensors", "adapter_config.json", "loss.png",
+        "adapter_model.safetensors", "adapter_config.json", "config.yaml", "loss.png",
         "checkpoint-00000009", "checkpoint-00000012",
     }  # fmt: skip
 

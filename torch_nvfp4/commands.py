@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 import typer
 
 from torch_nvfp4._explain.model_config import ConfigError, read_sizes
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, Interrupted
+from torch_nvfp4.train.config_file import resolve
 from torch_nvfp4.train.device import inspect_machine
 
 app = typer.Typer(
@@ -30,12 +31,19 @@ def fail(message: str, code: int = 2) -> int:
     return code
 
 
-def _finetune(**flags: Any) -> int:
+def _finetune(config: Path | None = None, **flags: Any) -> int:
     """Train LoRA adapters on a model whose experts are quantised to NVFP4, and save them in PEFT's format."""
-    targets = tuple(name.strip() for name in flags.pop("targets").split(",") if name.strip())
-    lists: dict[str, Any] = {name: tuple(flags.pop(name) or ()) for name in ("text", "eval_text")}
+    targets = flags.pop("targets")
+    settings = {name: tuple(value) or None if isinstance(value, list) else value for name, value in flags.items()}
+    if targets is not None:
+        settings["targets"] = tuple(name.strip() for name in targets.split(",") if name.strip())
+    return run_finetune(lambda: resolve(config, settings))
+
+
+def run_finetune(settings: Callable[[], FinetuneConfig]) -> int:
+    """What `torch-nvfp4 finetune` does once it has read its flags; returns the exit code."""
     return _exit_code(
-        lambda: _train(FinetuneConfig(targets=targets, **lists, **flags)),
+        lambda: _train(settings()),
         "stopped outside the training steps: the same command starts over from the last checkpoint",
     )
 
@@ -67,24 +75,36 @@ def _train(config: FinetuneConfig) -> int:
 
 
 def _flags_of_config() -> inspect.Signature:
-    """The command's parameters: one per field of FinetuneConfig, with its type, default and help."""
+    """The command's parameters: --config, and one per field of FinetuneConfig, with its type, default and help.
+
+    Every parameter's own default is None, "not said on the command line": a file's value comes between.
+    """
     types = get_type_hints(FinetuneConfig)
-    parameters = []
+    help = "YAML file of settings by the flags' names; flags that are given win."
+    parameters = [_parameter("config", Path, typer.Option(help=help))]
     for f in fields(FinetuneConfig):
-        kind, default = types[f.name], f.default
+        kind = types[f.name]
         if f.name == "targets":
-            kind, default = str, ",".join(FinetuneConfig.targets)
-        elif kind == tuple[Path, ...]:
-            kind, default = list[Path], MISSING if default is MISSING else None
-        parameters.append(
-            inspect.Parameter(
-                f.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if default is MISSING else default,
-                annotation=Annotated[kind, typer.Option(help=f.metadata["help"])],
-            )
-        )
+            kind = str
+        elif get_origin(kind) is tuple:
+            kind = list[get_args(kind)[0]]  # type: ignore[misc]
+        parameters.append(_parameter(f.name, kind, typer.Option(help=_help(f))))
     return inspect.Signature(parameters, return_annotation=int)
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    optional = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=optional)
+
+
+def _help(f: Field[Any]) -> str:
+    """A setting's help with its default, which typer cannot know."""
+    if isinstance(f.default, bool):
+        default = "on" if f.default else "off"
+    else:
+        default = ",".join(f.default) if isinstance(f.default, tuple) else str(f.default)
+    said = "Required." if f.default is MISSING else f"Default: {default}." if default not in ("", "None") else ""
+    return f"{f.metadata['help']} {said}".strip()
 
 
 _finetune.__signature__ = _flags_of_config()  # type: ignore[attr-defined]

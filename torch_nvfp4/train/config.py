@@ -17,9 +17,7 @@ DEFAULT_TARGETS = ("experts", "q_proj", "k_proj", "v_proj", "o_proj")
 # What may differ between a run and the run that resumes it: where files lie, how often things are written and
 # shown, and how the step is executed. The model is compared by content instead, and so is what is trained on.
 _FILES = ("model", "text", "eval_text", "dataset", "eval_dataset", "chat_template", "output")
-_NOT_IN_FINGERPRINT = frozenset(
-    {*_FILES, "compile", "device", "eval_every", "save_every", "keep", "resume", "plot"}
-)
+_NOT_IN_FINGERPRINT = frozenset({*_FILES, "compile", "device", "eval_every", "save_every", "keep", "resume", "plot"})
 
 
 class FinetuneError(Exception):

@@ -12,16 +12,17 @@ from rich.console import Console
 from torch import nn
 
 from torch_nvfp4 import hf, lora
-from torch_nvfp4.train import compilers, memory, report, state
+from torch_nvfp4.train import compilers, config_file, memory, report, state
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, Interrupted, one_line
 from torch_nvfp4.train.data import TokenData, eval_batches, load_data, train_batch
 from torch_nvfp4.train.device import choose_device, inspect_machine
 from torch_nvfp4.train.model import load_description, load_model, weights_digest
+from torch_nvfp4.train.packing import check_separation
 from torch_nvfp4.train.plot import write_plot
 from torch_nvfp4.train.report import FinetuneResult
 from torch_nvfp4.train.schedule import learning_rate
 from torch_nvfp4.train.signals import StopRequest
-from torch_nvfp4.train.step import LossStep, mean_loss
+from torch_nvfp4.train.step import LossStep, mean_loss, targets_in
 
 
 @dataclass
@@ -79,12 +80,16 @@ def _prepare(config: FinetuneConfig, console: Console) -> _Run:
         f"text: {len(data.train_WS):,} sequences of {config.seq_len} tokens to train on, "
         f"{data.eval_tokens:,} tokens held out"
     )
+    if data.note:
+        console.print(data.note, highlight=False, soft_wrap=True)
 
     memory.reset_peak(device)
     model = load_model(config, device)
     fingerprint = config.fingerprint() | {"model": weights_digest(model), "text": data.text_hash}
     if checkpoint:
         state.check_fingerprint(checkpoint, fingerprint)
+    if data.packed:
+        check_separation(model, config.model, config.batch, device)
     dense_bytes = memory.nbytes(model.parameters())
     progress = _quantize(config, console, model, data, device, measure=checkpoint is None)
 
@@ -189,6 +194,8 @@ def _train(run: _Run) -> None:
                 display.evaluation(progress.step, held_out)
             if last or _due(progress.step, config.save_every) or stop.signum:
                 state.save_checkpoint(config, run.model, run.optimizer, progress, run.fingerprint)
+                # after a checkpoint, not before: a folder that holds other things alone is refused
+                config_file.write(config, config.output / config_file.FILE_NAME)
             if stop.signum:
                 raise Interrupted(
                     stop.signum,
@@ -205,10 +212,11 @@ def _optimizer_step(run: _Run) -> float:
     config, number = run.config, run.progress.step
     start = time.perf_counter()
     tokens = config.grad_accum * config.batch * config.seq_len
+    batches = [train_batch(run.data, config, number, micro) for micro in range(config.grad_accum)]
+    learnt = sum(map(targets_in, batches))  # of all micro-batches: each has its own share of what is learnt
     total = 0.0
-    for micro in range(config.grad_accum):
-        inputs, targets = train_batch(run.data, config, number, micro)
-        loss = run.step(inputs.to(run.device), targets.to(run.device)) / tokens
+    for batch in batches:
+        loss = run.step(*(tensor.to(run.device) for tensor in batch)) / learnt
         loss.backward()
         total += loss.item()
     if not math.isfinite(total):

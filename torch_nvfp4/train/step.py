@@ -9,14 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_nvfp4.train.config import FinetuneError, one_line
-from torch_nvfp4.train.data import IGNORE
+from torch_nvfp4.train.data import IGNORE, Batch
+from torch_nvfp4.train.packing import separated
 
-Batch = tuple[Tensor, Tensor]
 
+def token_loss(model: nn.Module, inputs_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+    """Summed cross-entropy in nat over the targets that are not IGNORE; fp32 scalar.
 
-def token_loss(model: nn.Module, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-    """Summed cross-entropy in nat over the targets that are not IGNORE; fp32 scalar."""
-    logits_BSV = model(input_ids=inputs_BS, use_cache=False).logits
+    Args:
+        positions_BS: position ids of packed samples. Without them attention is plainly causal and takes no mask.
+    """
+    packed = {} if positions_BS is None else separated(model, positions_BS)
+    logits_BSV = model(input_ids=inputs_BS, use_cache=False, **packed).logits
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -24,7 +28,7 @@ def mean_loss(
     model: nn.Module,
     batches: Sequence[Batch],
     device: str,
-    compiled: Callable[[Tensor, Tensor], Tensor] | None = None,
+    compiled: Callable[..., Tensor] | None = None,
 ) -> float:
     """Mean cross-entropy per token in nat; leaves the model in training mode.
 
@@ -35,13 +39,18 @@ def mean_loss(
     total, count = 0.0, 0
     model.train(reuse)
     with torch.set_grad_enabled(reuse):
-        for inputs, targets in batches:
-            inputs_BS, targets_BS = inputs.to(device), targets.to(device)
-            loss = compiled(inputs_BS, targets_BS) if compiled else token_loss(model, inputs_BS, targets_BS)
+        for batch in batches:
+            tensors = [tensor.to(device) for tensor in batch]
+            loss = compiled(*tensors) if compiled else token_loss(model, *tensors)
             total += loss.item()
-            count += int((targets != IGNORE).sum())
+            count += targets_in(batch)
     model.train()
     return total / count
+
+
+def targets_in(batch: Batch) -> int:
+    """How many targets of a batch count."""
+    return int((batch[1] != IGNORE).sum())
 
 
 class LossStep:
@@ -53,15 +62,15 @@ class LossStep:
 
     def __init__(self, model: nn.Module, compile: bool) -> None:
         self._model = model
-        self.compiled: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.compiled: Callable[..., Tensor] | None = None
         if compile:
             self.compiled = torch.compile(self._loss, fullgraph=True, dynamic=False)
 
-    def __call__(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        return self.compiled(inputs_BS, targets_BS) if self.compiled else self._loss(inputs_BS, targets_BS)
+    def __call__(self, *batch: Tensor) -> Tensor:
+        return self.compiled(*batch) if self.compiled else self._loss(*batch)
 
-    def _loss(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        return token_loss(self._model, inputs_BS, targets_BS)
+    def _loss(self, *batch: Tensor) -> Tensor:
+        return token_loss(self._model, *batch)
 
     def warm_up(self, batch: Batch, device: str, mode: str) -> str:
         """Run forward and backward once, so that compiling is over before training; gradients are dropped.
@@ -77,7 +86,7 @@ class LossStep:
         cpu_rng = torch.get_rng_state()
         self._model.train()
         try:
-            self(batch[0].to(device), batch[1].to(device)).backward()
+            self(*(tensor.to(device) for tensor in batch)).backward()
         except TorchDynamoException as e:
             reason = one_line(e, limit=400)
             if mode == "on":
