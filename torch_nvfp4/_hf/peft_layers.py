@@ -102,6 +102,10 @@ class ParamWrapper(_PackedBase, layer.ParamWrapper):
 class Linear(_PackedBase, layer.Linear):
     """A packed linear layer with adapters: one product for base and adapters, unless an adapter drops inputs out."""
 
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        base = self.get_base_layer()
+        return base.in_features, base.out_features
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._check_forward_args(x, *args, **kwargs)
         if kwargs.get("adapter_names") is not None or any(self._drops(name) for name in self._active()):

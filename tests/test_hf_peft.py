@@ -1,0 +1,254 @@
+"""Stock PEFT calls on packed models: the adapters, their files, and what is refused, against PEFT on the dense model."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden_models import GOLDEN
+from hf_models import ONE_LAYER, assert_same_grads, logits, quantized_and_dense, randomize_adapters, token_ids
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from torch_nvfp4.hf import dequantize_experts, quantize_experts
+from torch_nvfp4.lora import add_lora, save_adapter
+from torch_nvfp4.nn import NVFP4Experts, NVFP4Linear
+
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+SAME = dict(rtol=0, atol=1e-5)  # fp32 models; logits are of order 1
+ADAPTER = GOLDEN / "peft_qwen3_moe"
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    # PEFT 0.21 honours a pattern that names a parameter, and says that it did not
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+]
+
+
+def packed_and_dense(architecture: str = "qwen3_moe", **changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """One layer, packed experts and q_proj, and the stock model with the same weights."""
+    packed, dense = quantized_and_dense(architecture, **ONE_LAYER[architecture], **changes)
+    for path, module in list(packed.named_modules()):
+        if path.endswith("q_proj"):
+            packed.set_submodule(path, NVFP4Linear.from_dense(module))
+            with torch.no_grad():
+                dense.get_submodule(path).weight.copy_(packed.get_submodule(path).dequantize(torch.float32))
+    return packed, dense
+
+
+def config(**changes: Any) -> LoraConfig:
+    settings = dict(r=3, lora_alpha=5, target_modules=["q_proj", "o_proj"], target_parameters=BOTH)
+    return LoraConfig(**(settings | changes))
+
+
+def adapted(model: nn.Module, **changes: Any) -> PeftModel:
+    peft_model = get_peft_model(model, config(**changes))
+    randomize_adapters(peft_model)
+    return peft_model.eval()
+
+
+def golden_models() -> tuple[nn.Module, nn.Module]:
+    """The golden base with packed experts, and dense with the dequantised ones."""
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_json_file(ADAPTER / "base_config.json"))
+    model.load_state_dict(load_file(ADAPTER / "base_f32.safetensors"))
+    packed = quantize_experts(model.eval())
+    return packed, dequantize_experts(copy.deepcopy(packed))
+
+
+def golden_grads(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    found = model(input_ids=ids, use_cache=False).logits
+    found.logsumexp(-1).mean().backward()
+    named = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return found.detach(), named
+
+
+@pytest.mark.parametrize("form", ["adapter_3d", "adapter_2d"])
+def test_golden_adapters_compute_and_train_as_in_stock_peft(form: str) -> None:
+    packed, dense = golden_models()
+    golden = load_file(ADAPTER / "expected.safetensors")
+    (found, grads), (expected, expected_grads) = (
+        golden_grads(PeftModel.from_pretrained(model, ADAPTER / form, is_trainable=True), golden["input_ids"])
+        for model in (packed, dense)
+    )
+    torch.testing.assert_close(found, expected, **SAME)
+    assert_same_grads(grads, expected_grads)
+    # the recorded values are of the unquantised base: quantising moves them by a few per cent
+    assert 0 < (found - golden["logits"]).norm() / golden["logits"].norm() < 0.15
+    if form == "adapter_3d":
+        recorded = {key.removeprefix("grad."): grad for key, grad in golden.items() if key.startswith("grad.")}
+        assert recorded.keys() == grads.keys()
+        for key, grad in recorded.items():
+            assert torch.cosine_similarity(grads[key].flatten(), grad.flatten(), dim=0) > 0.9, key
+
+
+def test_golden_adapter_is_saved_as_it_was_read(tmp_path: Path) -> None:
+    packed, _ = golden_models()
+    PeftModel.from_pretrained(packed, ADAPTER / "adapter_3d").save_pretrained(tmp_path)
+    written, read = (load_file(p / "adapter_model.safetensors") for p in (tmp_path, ADAPTER / "adapter_3d"))
+    assert written.keys() == read.keys() and all(torch.equal(written[key], read[key]) for key in read)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "both": {},
+    "rslora": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"experts.down_proj": 2, "q_proj": 4}, "alpha_pattern": {"gate_up_proj": 9}},
+    "gate_up alone": {"target_parameters": BOTH[:1]},
+    "down alone": {"target_parameters": BOTH[1:]},
+    "experts alone": {"target_modules": []},
+    "linear alone": {"target_parameters": None},
+    "gaussian": {"init_lora_weights": "gaussian"},
+}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_stock_peft_loads_what_a_packed_model_saved_and_the_other_way(
+    tmp_path: Path, architecture: str, option: str
+) -> None:
+    packed, dense = packed_and_dense(architecture)
+    bare = logits(packed)
+    ours = adapted(packed, **OPTIONS[option])
+    ours.save_pretrained(tmp_path)
+    stock = PeftModel.from_pretrained(dense, tmp_path).eval()
+    expected = logits(stock)
+    torch.testing.assert_close(logits(ours), expected, **SAME)
+    assert (expected - bare).abs().max() > 0.01, "the adapter must show"
+    with ours.disable_adapter():
+        assert torch.equal(logits(ours), bare)
+    again = PeftModel.from_pretrained(packed_and_dense(architecture)[0], tmp_path).eval()
+    assert torch.equal(logits(again), logits(ours))
+
+
+def test_several_adapters(tmp_path: Path) -> None:
+    packed, dense = packed_and_dense("gpt_oss")
+    bare, found, expected = logits(packed), {}, {}
+    models = []
+    for model in (packed, dense):
+        peft_model = get_peft_model(model, config(), adapter_name="first")
+        peft_model.add_adapter("second", config(r=2, use_rslora=True))
+        generator = torch.Generator().manual_seed(3)
+        for name, parameter in sorted(peft_model.named_parameters()):
+            if "lora_" in name:
+                nn.init.normal_(parameter, std=0.1, generator=generator)
+        models.append(peft_model.eval())
+    for model, results in zip(models, (found, expected), strict=True):
+        for chosen in ("second", "first"):
+            model.set_adapter(chosen)
+            results[chosen] = logits(model)
+        model.base_model.set_adapter(["first", "second"])
+        results["both"] = logits(model)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], **SAME, msg=lambda text, n=name: f"{n}: {text}")
+    assert len({tuple(values.flatten().tolist()) for values in found.values()}) == 3
+    ours = models[0]
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    torch.testing.assert_close(logits(compiled), found["both"], **SAME)
+    ours.delete_adapter("second")
+    torch.testing.assert_close(logits(ours), found["first"], **SAME)
+    assert torch.equal(logits(ours.unload()), bare)
+    assert isinstance(packed.model.layers[0].mlp.experts, NVFP4Experts)
+
+
+class Watch(TorchDispatchMode):
+    """Names of the ops that run, and the largest floating-point result of any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        self.ops.append(op.name())
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+def test_adapters_run_in_the_grouped_ops_and_no_dense_weight_is_ever_made() -> None:
+    packed, _ = packed_and_dense(num_experts=64, num_experts_per_tok=1)
+    model = adapted(packed, target_modules=["q_proj"]).train()
+    with Watch() as watch:
+        model(input_ids=token_ids()[:1, :4], labels=token_ids()[:1, :4], use_cache=False).loss.backward()
+    assert sum(name == "nvfp4::grouped_lora_linear" for name in watch.ops) == 2  # gate_up, q_proj
+    assert "nvfp4::glu_grouped_lora_linear" in watch.ops and "nvfp4::dequantize" not in watch.ops
+    factors = max(p.numel() for p in model.parameters() if p.requires_grad)
+    assert watch.largest <= factors < 64 * 32 * 16  # [E, N, C] of the smaller projection
+
+
+def test_dropout_works_on_linear_layers() -> None:
+    model = adapted(packed_and_dense()[0], target_parameters=None, lora_dropout=0.5)
+    expected = logits(model)
+    assert torch.equal(logits(model), expected)
+    model.train()
+    assert not torch.equal(logits(model), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"lora_dropout": 0.1}, "ParamWrapper does not work with lora_dropout"),
+        ({"use_dora": True, "target_parameters": None}, "use_dora=True is not supported on packed weights"),
+        ({"use_dora": True, "target_modules": []}, "ParamWrapper does not work with use_dora"),
+        ({"lora_bias": True, "target_parameters": None}, "lora_bias=True is not supported on packed weights"),
+        ({"bias": "all"}, "bias='all' is not supported on packed weights: their biases are frozen"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported on packed weights"),
+        ({"target_modules": "all-linear"}, "'all-linear' does not see packed linear layers: name the layers"),
+        ({"target_modules": ["experts"]}, "packed experts: name them in target_parameters, as 'experts.gate_up_proj'"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(changes: dict[str, Any], text: str) -> None:
+    packed, _ = packed_and_dense()
+    with pytest.raises(ValueError, match=text):
+        get_peft_model(packed, config(**changes))
+    names = {name for name, _ in packed.named_parameters()}
+    assert not any(name.endswith(("gate_up_proj", "down_proj", "q_proj.weight")) for name in names)
+
+
+def test_merging_is_refused_and_the_model_is_as_it_was() -> None:
+    model = adapted(packed_and_dense()[0])
+    expected = logits(model)
+    for targets in ({}, {"target_modules": []}):
+        refused = adapted(packed_and_dense()[0], **targets)
+        for merge in (refused.merge_adapter, refused.merge_and_unload):
+            with pytest.raises(ValueError, match="cannot be merged into packed weights"):
+                merge()
+    assert torch.equal(logits(model), expected)
+
+
+def test_adapters_of_add_lora_are_not_mixed_with_pefts() -> None:
+    packed, _ = packed_and_dense()
+    add_lora(packed, r=2, targets=("experts",))
+    with pytest.raises(ValueError, match="experts.* has an adapter of add_lora: save_adapter, then remove_adapters"):
+        get_peft_model(packed, config())
+
+
+def test_a_packed_layer_that_is_named_like_an_experts_projection(tmp_path: Path) -> None:
+    """`save_adapter` names shared experts by their parameter; PEFT finds it although the layer is packed."""
+    packed, dense = quantized_and_dense("qwen2_moe", **ONE_LAYER["qwen2_moe"])
+    add_lora(packed, r=2, alpha=4, targets=("experts", "shared_expert.down_proj"))
+    randomize_adapters(packed)
+    save_adapter(packed, tmp_path)
+    again, _ = quantized_and_dense("qwen2_moe", **ONE_LAYER["qwen2_moe"])
+    path = "model.layers.0.mlp.shared_expert.down_proj"
+    again.set_submodule(path, NVFP4Linear.from_dense(again.get_submodule(path)))
+    with torch.no_grad():
+        dense.get_submodule(path).weight.copy_(again.get_submodule(path).dequantize(torch.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", FutureWarning)
+        ours, stock = (PeftModel.from_pretrained(model, tmp_path).eval() for model in (again, dense))
+    torch.testing.assert_close(logits(ours), logits(stock), **SAME)
+
+
+def test_models_without_packed_modules_are_pefts_alone() -> None:
+    _, dense = packed_and_dense()
+    model = get_peft_model(dense, config())
+    wrapper = model.base_model.model.model.layers[0].mlp.experts
+    assert type(wrapper).__module__ == "peft.tuners.lora.layer"
