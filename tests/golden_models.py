@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-
 GOLDEN = Path(__file__).parent / "golden"
 CHECKPOINTS = sorted(path.name for path in GOLDEN.glob("ckpt_*"))
 QWEN = "ckpt_modelopt_qwen3_moe-NVFP4_DEFAULT_CFG"

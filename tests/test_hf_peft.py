@@ -1,4 +1,4 @@
-"""Stock PEFT calls on packed models: the adapters, their files, and what is refused, against PEFT on the dense model."""
+"""Stock PEFT calls on packed models: adapters, files and refusals, against PEFT on the dense model."""
 
 import copy
 import warnings

@@ -103,7 +103,7 @@ class Linear(_PackedBase, layer.Linear):
     """A packed linear layer with adapters: one product for base and adapters, unless an adapter drops inputs out."""
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         return base.in_features, base.out_features
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
