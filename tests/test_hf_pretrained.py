@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, T
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from torch_nvfp4._hf.load import place
-from torch_nvfp4.checkpoint import LinearEntry, open_checkpoint
+from torch_nvfp4.checkpoint import Checkpoint, LinearEntry, PackedExperts, open_checkpoint, quantize_folder
 from torch_nvfp4.format import quantize
 from torch_nvfp4.hf import PackedConfig, pack_on_load, quantize_experts
+from torch_nvfp4.lora import load_adapter
 from torch_nvfp4.nn import NVFP4Experts, NVFP4Linear
 
 TIGHT = dict(rtol=1e-5, atol=5e-6)  # fp32 sums in another order
@@ -185,6 +187,56 @@ def gpt_oss_mxfp4(folder: Path) -> None:
     write(folder, tensors, model.config.to_dict(), {"quant_method": "mxfp4"})
 
 
+@pytest.mark.parametrize(
+    ("architecture", "format", "layout"),
+    [
+        ("qwen3_moe", "nvfp4", "modelopt"),
+        ("mixtral", "nvfp4", "modelopt"),
+        ("deepseek_v3", "mxfp4", "modelopt"),
+        ("olmoe", "mxfp4", "compressed-tensors"),
+    ],
+)
+def test_what_quantize_folder_writes_is_what_quantize_experts_packs(
+    tmp_path: Path, architecture: str, format: str, layout: str
+) -> None:
+    width = "intermediate_size" if architecture in ("mixtral", "olmoe") else "moe_intermediate_size"
+    model = make_model(architecture, hidden_size=64, **{width: 32})
+    model.save_pretrained(tmp_path / "dense")
+    options = dict(format=format, layout=layout, share_gate_up=False, shard_bytes=20_000)
+    quantize_folder(tmp_path / "dense", tmp_path / "packed", **options)
+    assert len(list((tmp_path / "packed").glob("*.safetensors"))) > 1
+    expected = quantize_experts(model, format)
+    loaded = load(tmp_path / "packed")
+    assert loaded.state_dict().keys() == expected.state_dict().keys()
+    assert torch.equal(logits(loaded), logits(expected))
+
+
+def test_one_layer_at_a_time_is_held_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("qwen3_moe", num_hidden_layers=4).save_pretrained(tmp_path / "dense")
+    quantize_folder(tmp_path / "dense", tmp_path / "packed")
+    read, alive, codes = Checkpoint.load_experts, [], []
+
+    def counting(self: Checkpoint, path: str) -> PackedExperts:
+        alive.append(sum(ref() is not None for ref in codes))
+        experts = read(self, path)
+        codes.append(weakref.ref(experts.gate_up.codes))
+        return experts
+
+    monkeypatch.setattr(Checkpoint, "load_experts", counting)
+    load(tmp_path / "packed")
+    assert alive == [0, 0, 0, 0]
+
+
+def test_an_adapter_of_peft_loads_without_peft_too(tmp_path: Path) -> None:
+    model = load(GOLDEN / QWEN)
+    peft_model = get_peft_model(model, lora_config(model)).eval()
+    randomize_adapters(peft_model)
+    peft_model.save_pretrained(tmp_path)
+    alone = load(GOLDEN / QWEN)
+    load_adapter(alone, tmp_path)
+    assert torch.equal(logits(alone), logits(peft_model))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_gpt_oss_mxfp4_is_taken_over_on_request(tmp_path: Path) -> None:
     gpt_oss_mxfp4(tmp_path)
@@ -250,6 +302,13 @@ def test_what_is_no_plain_linear_or_has_no_flags_is_refused() -> None:
         pytest.fail("the flag is not the instance's")
     with pytest.raises(ValueError, match="does not carry the flags of transformers' experts interface"):
         place(model, stored)
+
+
+def test_parallel_plans_are_refused() -> None:
+    config = AutoConfig.from_pretrained(GOLDEN / QWEN)
+    config.distributed_config = {"tp_size": 2}  # what from_pretrained sets, where processes are there for it
+    with pytest.raises(ValueError, match="shard dense experts, not packed ones: load the model whole"):
+        AutoModelForCausalLM.from_pretrained(GOLDEN / QWEN, config=config)
 
 
 def test_files_are_needed() -> None:

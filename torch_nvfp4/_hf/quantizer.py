@@ -22,7 +22,7 @@ from .convert import dequantize_experts
 from .load import fill, place
 
 METHOD = "torch_nvfp4"
-_NVFP4_OF_COMPRESSED_TENSORS = "nvfp4-pack-quantized"
+_FORMATS_OF_COMPRESSED_TENSORS = {"nvfp4-pack-quantized", "mxfp4-pack-quantized"}
 _logger = logging.getLogger(__name__)
 
 
@@ -64,6 +64,11 @@ class PackedQuantizer(HfQuantizer):
     ) -> None:
         if not checkpoint_files:
             raise ValueError("packed weights are read from a checkpoint's files; a state_dict alone does not do")
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise ValueError(
+                "transformers' parallel plans (tp_plan, distributed_config) shard dense experts, not packed ones: load "
+                "the model whole"
+            )
         self._checkpoint = open_checkpoint(Path(checkpoint_files[0]).parent)
         self._placement = place(model, self._checkpoint)
 
@@ -103,22 +108,22 @@ def _dense_linear(packed: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
     return linear.train(packed.training)
 
 
-def _is_nvfp4(declared: Mapping[str, Any]) -> bool:
+def _is_packed(declared: Mapping[str, Any]) -> bool:
     groups = (declared.get("config_groups") or {}).values()
     formats = [declared.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
-    return _NVFP4_OF_COMPRESSED_TENSORS in formats
+    return not _FORMATS_OF_COMPRESSED_TENSORS.isdisjoint(formats)
 
 
 # The methods that transformers has a loader for, and which of their checkpoints are taken from it.
-_TAKEN: dict[str, Callable[[Mapping[str, Any]], bool]] = {"compressed-tensors": _is_nvfp4, "mxfp4": lambda _: True}
+_TAKEN: dict[str, Callable[[Mapping[str, Any]], bool]] = {"compressed-tensors": _is_packed, "mxfp4": lambda _: True}
 _STOCK = {method: AUTO_QUANTIZATION_CONFIG_MAPPING[method] for method in _TAKEN}
 
 
 def pack_on_load(quant_method: str, enabled: bool = True) -> None:
     """Say who loads checkpoints of a method that transformers knows too, from the next `from_pretrained` on.
 
-    quant_method: "compressed-tensors" (NVFP4 alone; on from the start, because transformers loads NVFP4 experts of
-        that method without their global scales) or "mxfp4" (gpt-oss; off from the start).
+    quant_method: "compressed-tensors" (its 4-bit float formats alone; on from the start, because transformers loads
+        NVFP4 experts of that method without their global scales) or "mxfp4" (gpt-oss; off from the start).
     """
     if quant_method not in _TAKEN:
         raise ValueError(f"quant_method must be one of {', '.join(_TAKEN)}, got {quant_method!r}")
