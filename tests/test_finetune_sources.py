@@ -159,6 +159,8 @@ def test_a_sample_is_never_in_both_splits(values: list[int], fraction: float) ->
     assert {s.where for s in train} | {s.where for s in held_out} == {s.where for s in samples}
     assert train and held_out and not {s.tokens[0] for s in train} & {s.tokens[0] for s in held_out}
     assert split_samples(samples, fraction) == (train, held_out)
+    again = split_samples(samples[::-1], fraction)[1]
+    assert {s.where for s in again} == {s.where for s in held_out}, "by content, not by place"
 
 
 def test_the_fingerprint_follows_what_is_learnt(tmp_path: Path) -> None:
