@@ -2,18 +2,25 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torch_nvfp4.checkpoint import PackedExperts, PackedWeight
+from torch_nvfp4.checkpoint import CheckpointError, PackedExperts, PackedWeight, open_checkpoint
 
 E, H, I = 3, 64, 32
+Draw = Callable[[st.SearchStrategy], Any]
+EXAMPLES = settings().max_examples // 4
+"""Of each kind of corruption: 12, and 250 under the profile `deep`."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -210,3 +217,34 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
         return a is b
     as_bytes = (t.contiguous().flatten().view(torch.uint8) for t in (a, b))
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
+
+
+def load_everything(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    for path in checkpoint.experts:
+        checkpoint.load_experts(path)
+    for path in checkpoint.linears:
+        checkpoint.load_linear(path)
+    for name in (*checkpoint.plain, *checkpoint.fp8):
+        checkpoint.load_plain(name)
+
+
+def check_refused(folder: Path, named: str, at_open: bool) -> None:
+    before = digest(folder)
+    with pytest.raises(CheckpointError) as refusal:
+        open_checkpoint(folder) if at_open else load_everything(folder)
+    text = str(refusal.value)
+    assert str(folder) in text and named in text, text
+    assert digest(folder) == before
+
+
+def fresh(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def refusal_of(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as refusal:
+        load_everything(folder)
+    return str(refusal.value).replace(str(folder), "DIR")

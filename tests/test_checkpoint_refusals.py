@@ -1,34 +1,29 @@
-"""Corrupted checkpoints of named kinds: each is refused in words, none is loaded, and no file is touched."""
+"""Tensors and configs corrupted in named ways: each is refused in words, none is loaded, and no file is touched."""
 
-import json
 import re
-import shutil
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_files import (
-    INDEX,
+    EXAMPLES,
     LAYOUTS,
     NUMBERED,
     NVFP4_LAYOUTS,
-    WEIGHTS,
+    Draw,
     Made,
-    digest,
-    join_header,
+    check_refused,
+    fresh,
+    load_everything,
     make,
-    split_header,
+    refusal_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_nvfp4.checkpoint import CheckpointError, open_checkpoint
 
-Draw = Callable[[st.SearchStrategy], object]
-EXAMPLES = settings().max_examples // 4
-"""Of each kind: 12, and 250 under the profile `deep`."""
 SCALES = ("weight_scale", "_scales")
 GLOBALS = ("weight_scale_2", "weight_global_scale")
 CODES = ("weight_packed", "_blocks", "gate_up_proj", "down_proj")
@@ -243,13 +238,15 @@ def another_quantiser(draw: Draw, made: Made) -> str:
 
 
 def rotated_weights(draw: Draw, made: Made) -> str:
+    made.config["quantization_config"]["transform_config"] = {"config_groups": {"u": {"type": "hadamard"}}}
+    return "transform_config"
+
+
+def companion_of_another_quantiser(draw: Draw, made: Made) -> str:
     stem = pick(draw, made, is_codes).rpartition(".")[0]
-    way = draw(st.sampled_from(["forward_hadamard_matrix", "pre_quant_scale", "weight_zero_point", "config"]))
-    if way == "config":
-        made.config["quantization_config"]["transform_config"] = {"config_groups": {"u": {"type": "hadamard"}}}
-        return ""
-    made.tensors[f"{stem}.{way}"] = torch.zeros(4)
-    return f"{stem}.{way}"
+    leaf = draw(st.sampled_from(["forward_hadamard_matrix", "pre_quant_scale", "weight_zero_point", "weight_g_idx"]))
+    made.tensors[f"{stem}.{leaf}"] = torch.zeros(4)
+    return f"{stem}.{leaf}"
 
 
 def fused_rows_of_unknown_order(draw: Draw, made: Made) -> str:
@@ -310,6 +307,7 @@ CHANGES: dict[Callable[[Draw, Made], str], tuple[str, ...]] = {
     no_quantiser: LAYOUTS,
     another_quantiser: LAYOUTS,
     rotated_weights: LAYOUTS,
+    companion_of_another_quantiser: LAYOUTS,
     fused_rows_of_unknown_order: ("gpt_oss", "llama4", "mxfp4"),
     wrong_expert_count_in_the_config: LAYOUTS,
     scale_of_no_weight: LAYOUTS,
@@ -318,266 +316,11 @@ CHANGES: dict[Callable[[Draw, Made], str], tuple[str, ...]] = {
 }
 
 
-# A change of the written files.
-
-
-def truncated(draw: Draw, folder: Path) -> str:
-    path = some_weights(draw, folder)
-    size = path.stat().st_size
-    kept = draw(st.one_of(st.integers(0, 16), st.integers(0, size - 1), st.integers(size - 8, size - 1)))
-    path.write_bytes(path.read_bytes()[:kept])
-    return path.name
-
-
-def longer(draw: Draw, folder: Path) -> str:
-    path = some_weights(draw, folder)
-    path.write_bytes(path.read_bytes() + draw(st.binary(min_size=1, max_size=64)))
-    return path.name
-
-
-def header_length_lies(draw: Draw, folder: Path) -> str:
-    path = some_weights(draw, folder)
-    raw = path.read_bytes()
-    true = int.from_bytes(raw[:8], "little")
-    lie = draw(
-        st.one_of(
-            st.integers(0, 2**64 - 1),
-            st.integers(0, 4 * true),
-            st.sampled_from([len(raw) - 8, len(raw), 2**31, 2**63, 2**64 - 1]),
-        ).filter(lambda length: length != true)
-    )
-    path.write_bytes(lie.to_bytes(8, "little") + raw[8:])
-    return path.name
-
-
-def header_entry_lies(draw: Draw, folder: Path) -> str:
-    """One tensor's offsets, dtype or shape; sizes still agree in some."""
-    path = some_weights(draw, folder)
-    header, data = split_header(path.read_bytes())
-    name = draw(st.sampled_from([name for name in header if name != "__metadata__"]))
-    entry = header[name]
-    begin, end = entry["data_offsets"]
-    size = end - begin
-    header[name] = draw(
-        st.sampled_from(
-            [
-                entry | {"data_offsets": [begin + 1, end + 1]},
-                entry | {"data_offsets": [end, end + size]},
-                entry | {"data_offsets": [len(data), len(data) + size]},
-                entry | {"data_offsets": [end, begin]},
-                entry | {"data_offsets": [-size, 0]},
-                entry | {"data_offsets": [begin, end + 1]},
-                entry | {"data_offsets": [float(begin), float(end)]},
-                entry | {"data_offsets": [begin]},
-                entry | {"shape": [*entry["shape"], 2]},
-                entry | {"shape": [2**40, 2**40]},
-                entry | {"shape": [-1, -size]},
-                entry | {"shape": [True, size]},
-                entry | {"shape": "no"},
-                entry | {"dtype": "F4"},
-                entry | {"dtype": "F64", "shape": [size]},
-                entry | {"dtype": ["F32"]},
-                entry | {"more": 1},
-                {"dtype": "U8"},
-                None,
-                [],
-            ]
-        )
-    )
-    path.write_bytes(join_header(header, data))
-    return path.name
-
-
-def swapped_offsets_of_other_sizes(draw: Draw, folder: Path) -> str:
-    path = some_weights(draw, folder)
-    header, data = split_header(path.read_bytes())
-    names = [name for name in header if name != "__metadata__"]
-    by_size = {header[name]["data_offsets"][1] - header[name]["data_offsets"][0]: name for name in names}
-    a, b = draw(st.permutations(sorted(by_size.values())))[:2]
-    header[a]["data_offsets"], header[b]["data_offsets"] = header[b]["data_offsets"], header[a]["data_offsets"]
-    path.write_bytes(join_header(header, data))
-    return path.name
-
-
-def header_that_is_no_json(draw: Draw, folder: Path) -> str:
-    path = some_weights(draw, folder)
-    header, data = split_header(path.read_bytes())
-    text = json.dumps(header)
-    name = next(name for name in header if name != "__metadata__")
-    again = f"{text[:-1]}, {json.dumps(name)}: {json.dumps(header[name])}}}"
-    bad = draw(
-        st.sampled_from(
-            [
-                again,
-                text[:-1],
-                text.replace("[", "[NaN, ", 1),
-                text.replace("[", "[Infinity, ", 1),
-                f"[{text}]",
-                " " + text,
-                "[" * 100_000,
-                '{"a":' * 100_000,
-                text[:-1] + ', "x": ' + "9" * 10_000 + "}",
-                text.encode()[:-1] + b"\xff}",
-                text[:-1] + ', "__metadata__": {"format": 1}}',
-                text[:-1] + ', "__metadata__": null}',
-            ]
-        )
-    )
-    path.write_bytes(join_header(bad, data))
-    return path.name
-
-
-def some_weights(draw: Draw, folder: Path) -> Path:
-    return draw(st.sampled_from(sorted(folder.glob("*.safetensors"))))
-
-
-def edit_index(folder: Path, change: Callable[[dict], object]) -> str:
-    index = json.loads((folder / INDEX).read_text())
-    change(index)
-    (folder / INDEX).write_text(json.dumps(index))
-    return INDEX
-
-
-def index_leads_out_of_its_folder(draw: Draw, folder: Path) -> str:
-    outside = folder.parent / "outside"
-    outside.mkdir(exist_ok=True)
-    shard = some_weights(draw, folder)
-    target = outside / shard.name
-    shutil.move(shard, target)
-    way = draw(st.sampled_from(["relative", "absolute", "link", "folder", "through"]))
-    (folder / "sub").mkdir()
-    shutil.copy(target, folder / "sub" / shard.name)
-    named = {
-        "relative": f"../outside/{shard.name}",
-        "absolute": str(target),
-        "link": shard.name,
-        "folder": f"sub/{shard.name}",
-        "through": f"sub/../../outside/{shard.name}",
-    }[way]
-    if way == "link":
-        shard.symlink_to(target)
-
-    def change(index: dict) -> None:
-        index["weight_map"] = {k: named if v == shard.name else v for k, v in index["weight_map"].items()}
-
-    edit_index(folder, change)
-    return shard.name
-
-
-def index_names_what_its_shard_lacks(draw: Draw, folder: Path) -> str:
-    shard = some_weights(draw, folder).name
-    return edit_index(folder, lambda index: index["weight_map"].update({"model.extra.weight": shard}))
-
-
-def index_swaps_two_shards(draw: Draw, folder: Path) -> str:
-    def change(index: dict) -> None:
-        name = draw(st.sampled_from(sorted(index["weight_map"])))
-        shards = sorted(set(index["weight_map"].values()) - {index["weight_map"][name]})
-        index["weight_map"][name] = draw(st.sampled_from(shards))
-
-    return edit_index(folder, change)
-
-
-def index_forgets_a_tensor(draw: Draw, folder: Path) -> str:
-    def change(index: dict) -> None:
-        del index["weight_map"][draw(st.sampled_from(sorted(index["weight_map"])))]
-
-    return edit_index(folder, change)
-
-
-def index_that_makes_no_sense(draw: Draw, folder: Path) -> str:
-    text = (folder / INDEX).read_text()
-    bad = draw(
-        st.sampled_from(
-            [
-                "",
-                "[]",
-                "{}",
-                '{"weight_map": []}',
-                '{"weight_map": {"a": 1}}',
-                '{"weight_map": {"a": ""}}',
-                '{"weight_map": {"a": "."}}',
-                '{"weight_map": {"a": "\\u0000"}}',
-                '{"weight_map": {"a": "\\ud800"}}',
-                '{"weight_map": {"a": "' + "x" * 5000 + '"}}',
-                text[:-5],
-                text.replace('"weight_map"', '"weight_map": {}, "weight_map"'),
-            ]
-        )
-    )
-    (folder / INDEX).write_text(bad)
-    return ""
-
-
-def missing_shard(draw: Draw, folder: Path) -> str:
-    path = some_weights(draw, folder)
-    path.unlink()
-    return path.name
-
-
-def tensor_in_two_shards(draw: Draw, folder: Path) -> str:
-    first, second = draw(st.permutations(sorted(folder.glob("*.safetensors"))))[:2]
-    (header, data), (other, other_data) = (split_header(path.read_bytes()) for path in (first, second))
-    name = draw(st.sampled_from([name for name in header if name != "__metadata__"]))
-    begin, end = header[name]["data_offsets"]
-    other[name] = header[name] | {"data_offsets": [len(other_data), len(other_data) + end - begin]}
-    second.write_bytes(join_header(other, other_data + data[begin:end]))
-    return second.name
-
-
-def two_sets_of_weights(draw: Draw, folder: Path) -> str:
-    shutil.copy(some_weights(draw, folder), folder / WEIGHTS)
-    return WEIGHTS
-
-
-FILE_CHANGES: dict[Callable[[Draw, Path], str], tuple[int, int]] = {
-    truncated: (1, 3),
-    longer: (1, 3),
-    header_length_lies: (1, 3),
-    header_entry_lies: (1, 3),
-    swapped_offsets_of_other_sizes: (1, 2),
-    header_that_is_no_json: (1, 3),
-    index_leads_out_of_its_folder: (2, 3),
-    index_names_what_its_shard_lacks: (2, 3),
-    index_swaps_two_shards: (2, 3),
-    index_forgets_a_tensor: (2, 3),
-    index_that_makes_no_sense: (2, 3),
-    missing_shard: (2, 3),
-    tensor_in_two_shards: (2, 3),
-    two_sets_of_weights: (2, 3),
-}
-
-
-def load_everything(folder: Path) -> None:
-    checkpoint = open_checkpoint(folder)
-    for path in checkpoint.experts:
-        checkpoint.load_experts(path)
-    for path in checkpoint.linears:
-        checkpoint.load_linear(path)
-    for name in (*checkpoint.plain, *checkpoint.fp8):
-        checkpoint.load_plain(name)
-
-
-def check_refused(folder: Path, named: str, at_open: bool) -> None:
-    before = digest(folder)
-    with pytest.raises(CheckpointError) as refusal:
-        open_checkpoint(folder) if at_open else load_everything(folder)
-    text = str(refusal.value)
-    assert str(folder) in text and named in text, text
-    assert digest(folder) == before
-
-
 ONLY_WHEN_LOADING = (nan_scale_byte, fp8_scale_or_weight_without_meaning)
 
 
-def fresh(tmp_path: Path) -> Path:
-    folder = tmp_path / "checkpoint"
-    shutil.rmtree(folder, ignore_errors=True)
-    return folder
-
-
-def test_there_are_more_than_200_corrupted_checkpoints() -> None:
-    assert (len(CHANGES) + len(FILE_CHANGES)) * EXAMPLES >= 400
+def test_there_are_more_than_300_corrupted_checkpoints() -> None:
+    assert len(CHANGES) * EXAMPLES >= 300
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -598,64 +341,13 @@ def test_changed_tensors_and_configs_are_refused(
     check_refused(folder, named, at_open=change not in ONLY_WHEN_LOADING)
 
 
-@pytest.mark.parametrize("change", FILE_CHANGES, ids=lambda change: change.__name__)
-@settings(max_examples=EXAMPLES)
-@given(data=st.data())
-def test_changed_files_are_refused(tmp_path: Path, change: Callable[[Draw, Path], str], data: st.DataObject) -> None:
-    made = make(data.draw(st.sampled_from(LAYOUTS)), data.draw(st.integers(0, 2**32)))
-    folder = made.write(fresh(tmp_path), shards=data.draw(st.integers(*FILE_CHANGES[change])))
-    named = change(data.draw, folder)
-    check_refused(folder, named, at_open=True)
-
-
-@settings(max_examples=20 * EXAMPLES)
-@given(data=st.data())
-def test_any_bytes_of_a_header_load_as_they_were_or_are_refused(tmp_path: Path, data: st.DataObject) -> None:
-    """Some bytes of the length or of the JSON, or all of it, replaced: a CheckpointError, or a file that is whole."""
-    path = tmp_path / "checkpoint" / WEIGHTS
-    if not path.exists():
-        make("qwen3", e=1).write(path.parent)
-        (tmp_path / "raw").write_bytes(path.read_bytes())
-    raw = bytearray((tmp_path / "raw").read_bytes())
-    length = int.from_bytes(raw[:8], "little")
-    if data.draw(st.booleans()):
-        for _ in range(data.draw(st.integers(1, 6))):
-            raw[data.draw(st.integers(0, 7 + length))] = data.draw(st.integers(0, 255))
-    else:
-        raw[8 : 8 + length] = data.draw(st.binary(max_size=200))
-    path.write_bytes(raw)
-    try:
-        load_everything(path.parent)
-    except CheckpointError as refusal:
-        assert str(path.parent) in str(refusal)
-
-
-def test_a_header_cannot_make_the_reader_allocate(tmp_path: Path) -> None:
-    folder = make("qwen3").write(tmp_path)
-    header, data = split_header((folder / WEIGHTS).read_bytes())
-    huge = {"dtype": "U8", "shape": [2**40], "data_offsets": [0, 2**40]}
-    for raw in (
-        join_header(header, data, length=2**62),
-        join_header(header, data, length=99_000_000),
-        join_header(header | {"model.norm.weight": huge}, data),
-        join_header(header | {"model.norm.weight": huge | {"shape": [2**20] * 32}}, data),
-    ):
-        (folder / WEIGHTS).write_bytes(raw)
-        tracemalloc.start()
-        try:
-            refusal_of(folder)
-            assert tracemalloc.get_traced_memory()[1] < 2**20
-        finally:
-            tracemalloc.stop()
+def test_infinity_in_a_config_is_read(tmp_path: Path) -> None:
+    made = make("nemotron")
+    made.config["time_step_limit"] = [0.0, float("inf")]
+    load_everything(made.write(tmp_path))
 
 
 # The texts, one by one
-
-
-def refusal_of(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as refusal:
-        load_everything(folder)
-    return str(refusal.value).replace(str(folder), "DIR")
 
 
 def test_texts(tmp_path: Path) -> None:
@@ -687,13 +379,6 @@ def test_texts(tmp_path: Path) -> None:
         "other names": r"DIR/model\.safetensors: tensor .* is named as modelopt does it, DIR/config\.json declares ",
     }.items():
         assert re.match(pattern, found[key]), found[key]
-
-
-def test_not_a_checkpoint(tmp_path: Path) -> None:
-    assert refusal_of(tmp_path / "none").endswith("no such folder")
-    assert refusal_of(tmp_path) == f"DIR: has neither {WEIGHTS} nor {INDEX}"
-    (tmp_path / WEIGHTS).mkdir()
-    assert refusal_of(tmp_path).endswith("is not a file")
 
 
 def test_unknown_paths(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class TensorInfo(NamedTuple):
 
 
 def parse_json(text: bytes, what: str) -> Any:
-    """Strict JSON: UTF-8, no key twice, no NaN or Infinity."""
+    """JSON in UTF-8, without a key that is there twice. Infinity may stand in it: configs of Mamba models have it."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -74,11 +74,8 @@ def parse_json(text: bytes, what: str) -> Any:
             raise CheckpointError(f"{what}: {twice!r} is there twice")
         return result
 
-    def constant(name: str) -> Any:
-        raise CheckpointError(f"{what}: {name} is not JSON")
-
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number or a depth beyond all use

@@ -56,8 +56,6 @@ def _read_shards(folder: Path) -> dict[str, TensorInfo]:
             raise CheckpointError(f"{index}: names {shard!r}, which is missing")
         _check_regular(path)
         for name, info in read_header(path).items():
-            if name in tensors:
-                raise CheckpointError(f"{path}: tensor {name!r} is in {tensors[name].file.path.name} too")
             if weight_map.get(name) != shard:
                 raise CheckpointError(f"{path}: holds tensor {name!r}, which {INDEX} places in {weight_map.get(name)}")
             tensors[name] = info
