@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from torch_nvfp4 import hf, lora
+from torch_nvfp4.checkpoint import quantize_folder
 from torch_nvfp4.train.config import FinetuneError
 from torch_nvfp4.train.data import eval_batches, load_data
 from torch_nvfp4.train.loop import finetune
@@ -65,6 +66,18 @@ def test_the_result_is_what_the_saved_adapter_gives(folder: Path, trained: tuple
     with lora.disable_adapters(model, "experts"):
         assert mean_loss(model, batches, "cpu") == result.expert_adapters_zeroed_loss
     assert result.final_loss < min(result.quantized_loss, result.expert_adapters_zeroed_loss) - 0.01
+
+
+def test_a_packed_checkpoint_trains_like_the_dense_one(folder: Path, trained: tuple[FinetuneResult, str]) -> None:
+    dense, _ = trained
+    quantize_folder(folder / "base", folder / "packed", share_gate_up=False)  # as quantising in memory does it
+    packed, printed = run(folder, folder / "trained_packed", model=str(folder / "packed"))
+    assert "held-out loss of the base, whose experts are packed" in printed
+    assert packed.base_loss == packed.quantized_loss == dense.quantized_loss
+    assert packed.experts_bytes_after == dense.experts_bytes_after
+    assert packed.final_loss == dense.final_loss
+    for name, tensor in adapter(packed.adapter_dir).items():
+        assert torch.equal(tensor, adapter(dense.adapter_dir)[name]), name
 
 
 def test_the_result_in_figures(trained: tuple[FinetuneResult, str]) -> None:

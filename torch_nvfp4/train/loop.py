@@ -90,7 +90,7 @@ def _prepare(config: FinetuneConfig, console: Console) -> _Run:
         state.check_fingerprint(checkpoint, fingerprint)
     if data.packed:
         check_separation(model, config.model, config.batch, device)
-    dense_bytes = memory.nbytes(model.parameters())
+    dense_bytes = memory.dense_bytes(model)
     progress = _quantize(config, console, model, data, device, measure=checkpoint is None)
 
     torch.manual_seed(config.seed)
@@ -111,9 +111,14 @@ def _prepare(config: FinetuneConfig, console: Console) -> _Run:
 def _quantize(
     config: FinetuneConfig, console: Console, model: nn.Module, data: TokenData, device: str, *, measure: bool
 ) -> state.Progress:
-    """Quantise the experts in place; `measure` the held-out loss before and after."""
+    """Quantise the experts in place; `measure` the held-out loss before and after. Packed ones stay as they are."""
     batches = eval_batches(data, config.batch)
     progress = state.Progress()
+    if memory.expert_bytes(model):
+        if measure:
+            progress.base_loss = progress.quantized_loss = mean_loss(model, batches, device)
+            console.print(f"held-out loss of the base, whose experts are packed: {progress.base_loss:.4f}")
+        return progress
     if measure:
         progress.base_loss = mean_loss(model, batches, device)
         console.print(f"held-out loss of the base: {progress.base_loss:.4f}")

@@ -65,6 +65,13 @@ def expert_bytes(model: nn.Module) -> int:
     return nbytes(p for m in experts for p in m.parameters() if not p.requires_grad)
 
 
+def dense_bytes(model: nn.Module) -> int:
+    """Bytes of all weights, with packed experts counted as if they were bf16."""
+    packed = [m for m in model.modules() if isinstance(m, NVFP4Experts)]
+    values = sum(2 * codes.numel() for m in packed for codes in (m.gate_up_codes, m.down_codes))
+    return nbytes(model.parameters()) - expert_bytes(model) + torch.bfloat16.itemsize * values
+
+
 def plan(model: nn.Module, config: FinetuneConfig, dense_bytes: int, device: str, compile: bool) -> MemoryPlan:
     """The plan for a quantised model with adapters; `dense_bytes`: the whole model before quantising."""
     packed = expert_bytes(model)
