@@ -381,6 +381,27 @@ def test_texts(tmp_path: Path) -> None:
         assert re.match(pattern, found[key]), found[key]
 
 
+def test_an_empty_weight(tmp_path: Path) -> None:
+    made = make("qwen3")
+    stem = "model.layers.0.self_attn.q_proj"
+    for leaf in ("weight", "weight_scale"):
+        made.tensors[f"{stem}.{leaf}"] = made.tensors[f"{stem}.{leaf}"][:0].clone()
+    assert "must be [N, C/2], C a multiple of 16 (nvfp4), none empty" in refusal_of(made.write(tmp_path))
+
+
+@pytest.mark.parametrize("number", ["01", "9" * 5000, "-1", "1_0", "\u0661"])
+def test_an_expert_index_that_is_no_plain_number(tmp_path: Path, number: str) -> None:
+    made = make("qwen3")
+    for name in in_the_experts(made):
+        if ".experts.2." in name:
+            made.tensors[name.replace(".experts.2.", f".experts.{number}.")] = made.tensors.pop(name)
+    folder = made.write(tmp_path)
+    checkpoint = None
+    with pytest.raises(CheckpointError):
+        checkpoint = open_checkpoint(folder)
+    assert checkpoint is None
+
+
 def test_unknown_paths(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(make("qwen3").write(tmp_path))
     for load in (checkpoint.load_experts, checkpoint.load_linear, checkpoint.load_plain, checkpoint.input_scale):

@@ -101,12 +101,7 @@ def is_quantised(info: TensorInfo) -> bool:
 def find_weights(tensors: Mapping[str, TensorInfo]) -> Found:
     """Group all tensors; CheckpointError for one that is quantised but incomplete, or of no known layout."""
     found = Found()
-    for stem, names in _seeds(tensors):
-        if stem in found.packed:
-            info = tensors[stem + names.codes]
-            raise CheckpointError(
-                f"{info.file.path}: tensor {info} packs {stem!r} once more, beside {found.packed[stem].codes}"
-            )
+    for stem, names in _seeds(tensors):  # of two with one stem, the codes of the first are left over: refused below
         found.packed[stem] = _packed(stem, names, tensors)
     for name, info in tensors.items():
         if name.endswith(".weight") and info.dtype in ("F8_E4M3", "F8_E5M2"):
