@@ -176,6 +176,15 @@ def test_fp8_layers_are_decoded(tmp_path: Path) -> None:
     assert type(layer) is nn.Linear and torch.equal(layer.weight, tensors[f"{stem}.weight"].float() * 0.5)
 
 
+def test_fp8_experts_are_refused_and_an_fp8_layer_that_the_model_lacks_is_not() -> None:
+    model = make_model("qwen3_moe")
+    checkpoint: Any = SimpleNamespace(experts={}, linears={}, fp8=["model.layers.7.self_attn.q_proj.weight"])
+    assert place(model, checkpoint).fp8 == {}
+    checkpoint.fp8.append("model.layers.0.mlp.experts.3.up_proj.weight")
+    with pytest.raises(ValueError, match="experts.3.up_proj.weight: FP8 experts are not supported"):
+        place(model, checkpoint)
+
+
 def gpt_oss_mxfp4(folder: Path) -> None:
     """A tiny gpt-oss in the layout of the released one: experts as blocks and scales, the rest bf16."""
     model = make_model("gpt_oss", hidden_size=64, intermediate_size=32, dtype=torch.bfloat16)

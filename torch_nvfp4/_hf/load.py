@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from ..checkpoint import Checkpoint, ExpertsEntry, LinearEntry
 from ..nn import PROJECTIONS, NVFP4Experts, NVFP4Linear
 from .convert import PackedLayout
-from .recognise import plan_experts
+from .recognise import find_experts, plan_experts
 
 _PACKED_NAMES = r"(codes|scales|global_scale)$"
 _COMPANIONS = r"weight|weight_\w+|input_\w+"  # of a quantised layer's weight, whoever wrote it
@@ -46,9 +46,10 @@ def place(model: PreTrainedModel, checkpoint: Checkpoint) -> Placement:
             model.set_submodule(found, _empty_linear(found, model.get_submodule(found), checkpoint.linears[path]))
             placement.linears[found] = path
     for name in checkpoint.fp8:
-        if (found := names.parameter(name)) is None:
-            raise ValueError(f"{name} is an FP8 weight, and {type(model).__name__} has no parameter of that name")
-        placement.fp8[found] = name
+        if (found := names.parameter(name)) is not None:
+            placement.fp8[found] = name
+        elif names.is_of_experts(name):
+            raise ValueError(f"{name}: FP8 experts are not supported, {type(model).__name__} stacks them")
     _expect(model, placement)
     return placement
 
@@ -62,6 +63,7 @@ class _Names:
         self._prefix = f"{model.base_model_prefix}."
         self._modules = {name for name, _ in model.named_modules()}
         self._parameters = {name for name, _ in model.named_parameters()}
+        self._experts = [f"{path}." for path, _ in find_experts(model)]
 
     def module(self, path: str) -> str | None:
         return next((n for n in self._candidates(path) if n in self._modules), None)
@@ -69,6 +71,9 @@ class _Names:
     def parameter(self, name: str) -> str | None:
         stem, _, leaf = name.rpartition(".")
         return next((n for c in self._candidates(stem) if (n := f"{c}.{leaf}") in self._parameters), None)
+
+    def is_of_experts(self, name: str) -> bool:
+        return any(c.startswith(path) for c in self._candidates(name.rpartition(".")[0]) for path in self._experts)
 
     def _candidates(self, path: str) -> tuple[str, ...]:
         """The new name; it may begin with the base model's where this model's do not, or the other way round."""

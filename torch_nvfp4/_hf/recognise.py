@@ -33,7 +33,7 @@ class ExpertsPlan:
 
 def plan_all(model: nn.Module, format: str) -> list[ExpertsPlan]:
     """A plan for every experts module, or a ValueError that says which one cannot be packed and why."""
-    plans = [plan_experts(path, module, format) for path, module in _find_experts(model)]
+    plans = [plan_experts(path, module, format) for path, module in find_experts(model)]
     if not plans:
         packed = any(isinstance(module, NVFP4Experts) for module in model.modules())
         state = "its experts are packed already" if packed else "no module holds stacked expert weights"
@@ -42,7 +42,7 @@ def plan_all(model: nn.Module, format: str) -> list[ExpertsPlan]:
     return plans
 
 
-def _find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that own stacked expert weights: 3-D parameters `down_proj` and `gate_up_proj` or `up_proj`."""
     for path, module in model.named_modules():
         stacked = {name for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
