@@ -407,3 +407,73 @@ def test_unknown_paths(tmp_path: Path) -> None:
     for load in (checkpoint.load_experts, checkpoint.load_linear, checkpoint.load_plain, checkpoint.input_scale):
         with pytest.raises(CheckpointError, match="'no.such' is not among"):
             load("no.such")
+
+
+def mixed(layout: str, pattern: str, other_layout: str = "", **sizes: int) -> Made:
+    """A checkpoint whose tensors under `pattern` are those of one with other sizes: whole, and not of this stack."""
+    made, other = make(layout), make(other_layout or layout, **sizes)
+    chosen = {name: tensor for name, tensor in other.tensors.items() if pattern in name}
+    assert chosen
+    made.tensors |= chosen
+    return made
+
+
+@pytest.mark.parametrize(
+    ("layout", "pattern", "sizes", "text"),
+    [
+        ("qwen3", "down_proj", {"i": 64}, r"must be the packed form of \[H, I\] = \[64, 32\]"),
+        ("mixtral", ".w2.", {"h": 96}, r"must be the packed form of \[H, I\] = \[64, 32\]"),
+        ("llama4", "down_proj", {"h": 96}, r"must be the packed form of \[H, I\] = \[64, 32\]"),
+        ("gpt_oss", "down_proj", {"e": 4}, r"must hold 3 experts"),
+        ("mxfp4", "gate_up_proj", {"e": 4}, r"must hold 4 experts"),
+        ("qwen3", "up_proj", {"i": 64}, r"must have the shape of 'model\.layers\.0\.mlp\.experts\.0\.gate_proj"),
+        ("compressed", ".1.gate_proj", {"i": 64}, r"must be like 'model\.layers\.0\.mlp\.experts\.0\.gate_proj"),
+    ],
+)
+def test_weights_of_other_sizes(tmp_path: Path, layout: str, pattern: str, sizes: dict, text: str) -> None:
+    assert re.search(text, refusal_of(mixed(layout, pattern, **sizes).write(tmp_path)))
+
+
+def test_stacks_that_are_mixed_otherwise(tmp_path: Path) -> None:
+    def text(made: Made) -> str:
+        return refusal_of(made.write(fresh(tmp_path)))
+
+    assert "fused and one by one" in text(mixed("llama4", ".experts.", "qwen3"))
+    made = make("qwen3")
+    for leaf in ("weight_scale_2", "weight"):
+        for e in range(3):
+            made.tensors.pop(f"model.layers.0.mlp.experts.{e}.down_proj.{leaf}")
+    made.tensors |= {name: tensor for name, tensor in make("modelopt_mxfp4").tensors.items() if "down_proj" in name}
+    assert re.search(r"down_proj\.weight' .* is mxfp4, .* is not", text(made))
+
+    made = make("llama4", i=32)
+    for name in ("gate_up_proj", "gate_up_proj_weight_scale"):
+        tensor = made.tensors[f"model.layers.0.mlp.experts.{name}"]
+        narrowed = tensor.view(torch.uint8)[..., :-1].contiguous()
+        made.tensors[f"model.layers.0.mlp.experts.{name}"] = narrowed.view(tensor.dtype)
+    assert "must have an even N: gate and up" in text(made)
+
+    made = make("mxfp4")
+    made.tensors["model.layers.0.mlp.experts.down_proj_bias"] = torch.zeros(3, 64)
+    loaded = open_checkpoint(made.write(fresh(tmp_path))).load_experts("model.layers.0.mlp.experts")
+    assert loaded.down_bias is not None and loaded.down_bias.dtype == torch.float32  # as stored
+    made = make("qwen3")
+    biases = {
+        f"{e}.{role}.bias": 64 if role == "down_proj" else 32
+        for e in range(3)
+        for role in ("gate_proj", "up_proj", "down_proj")
+    }
+    made.tensors |= {f"model.layers.0.mlp.experts.{name}": torch.zeros(size) for name, size in biases.items()}
+    made.tensors["model.layers.0.mlp.experts.1.up_proj.bias"] = torch.zeros(32).bfloat16()
+    assert re.search(r"1\.up_proj\.bias' .* must have the dtype of the other biases", text(made))
+    del made.tensors["model.layers.0.mlp.experts.1.up_proj.bias"]
+    assert "some biases are there, model.layers.0.mlp.experts.1.up_proj.bias is missing" in text(made)
+
+    made = make("mxfp4")
+    made.config["model_type"] = "llama4"
+    assert "whether gate and up rows alternate is not known for model_type 'llama4'" in text(made)
+
+    made, stem = make("qwen3"), "model.layers.0.self_attn.q_proj"
+    made.tensors[f"{stem}.weight"] = made.tensors[f"{stem}.weight"][:, :12].contiguous()
+    made.tensors[f"{stem}.weight_scale"] = made.tensors[f"{stem}.weight_scale"][:, :1].contiguous()
+    assert "C a multiple of 16" in text(made)

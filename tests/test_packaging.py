@@ -87,7 +87,7 @@ def test_wheel_metadata(built: Built) -> None:
         "safetensors",
         'triton; platform_system == "Linux"',
     ]
-    assert set(metadata.get_all("Provides-Extra") or []) == {"hf", "demo", "test", "dev"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {"hf", "demo", "datasets", "test", "dev"}
     scripts = configparser.ConfigParser()
     scripts.read(info / "entry_points.txt")
     assert scripts["console_scripts"]["torch-nvfp4"] == "torch_nvfp4.cli:main"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_nvfp4.nn import NVFP4Experts
+from torch_nvfp4.nn import PROJECTIONS, NVFP4Experts
 from torch_nvfp4.train.config import FinetuneConfig
 from torch_nvfp4.train.state import trainable
 
@@ -68,7 +68,7 @@ def expert_bytes(model: nn.Module) -> int:
 def dense_bytes(model: nn.Module) -> int:
     """Bytes of all weights, with packed experts counted as if they were bf16."""
     packed = [m for m in model.modules() if isinstance(m, NVFP4Experts)]
-    values = sum(2 * codes.numel() for m in packed for codes in (m.gate_up_codes, m.down_codes))
+    values = sum(2 * m.packed(projection)[0].numel() for m in packed for projection in PROJECTIONS)
     return nbytes(model.parameters()) - expert_bytes(model) + torch.bfloat16.itemsize * values
 
 
