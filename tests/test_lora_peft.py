@@ -9,8 +9,10 @@ import torch
 from hf_models import ARCHITECTURES, logits, quantized_and_dense, randomize_adapters
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from torch_nvfp4.lora import adapter_state_dict, add_lora, load_adapter, save_adapter
+from torch_nvfp4 import hf
+from torch_nvfp4.lora import adapter_state_dict, add_lora, export_adapter, load_adapter, save_adapter
 
 SAME = dict(rtol=0, atol=1e-5)  # fp32 models; logits are of order 1
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -104,3 +106,41 @@ def test_an_adapter_on_one_layer_of_several(tmp_path: Path) -> None:
     randomize_adapters(packed)
     save_adapter(packed, tmp_path)
     torch.testing.assert_close(logits(packed), logits(load_with_stock_peft(dense, tmp_path)), **SAME)
+
+
+PEFT_GOLDEN = Path(__file__).parent / "golden" / "peft_qwen3_moe"
+
+
+def test_the_2d_layout_is_the_golden_one(tmp_path: Path) -> None:
+    """PEFT's 3D adapter, loaded here and exported: key for key and bit for bit the same adapter in 2D."""
+    config = AutoConfig.for_model(**json.loads((PEFT_GOLDEN / "base_config.json").read_text()))
+    packed = hf.quantize_experts(AutoModelForCausalLM.from_config(config))
+    load_adapter(packed, PEFT_GOLDEN / "adapter_3d")
+    export_adapter(packed, tmp_path)
+    written, golden = (load_file(d / "adapter_model.safetensors") for d in (tmp_path, PEFT_GOLDEN / "adapter_2d"))
+    assert written.keys() == golden.keys() and all(torch.equal(written[key], golden[key]) for key in golden)
+    told, wanted = (json.loads((d / "adapter_config.json").read_text()) for d in (tmp_path, PEFT_GOLDEN / "adapter_2d"))
+    assert set(told["target_modules"]) == set(wanted["target_modules"]) and told["target_parameters"] is None
+    assert (told["r"], told["lora_alpha"], told["task_type"]) == (wanted["r"], wanted["lora_alpha"], "CAUSAL_LM")
+
+
+def test_the_2d_layout_gives_the_same_logits_in_stock_peft(tmp_path: Path) -> None:
+    packed, dense = quantized_and_dense("qwen3_moe")
+    add_lora(packed, r=4, alpha=6, targets=("experts", "q_proj"))
+    randomize_adapters(packed)
+    export_adapter(packed, tmp_path, layout="2d")
+    torch.testing.assert_close(logits(packed), logits(PeftModel.from_pretrained(dense, tmp_path).eval()), **SAME)
+
+
+def test_what_the_2d_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
+    packed, _ = quantized_and_dense("gpt_oss")
+    with pytest.raises(ValueError, match="no adapters"):
+        export_adapter(packed, tmp_path)
+    add_lora(packed, r=4, targets=("experts",))
+    with pytest.raises(ValueError, match="rows alternate"):
+        export_adapter(packed, tmp_path)
+    packed, _ = quantized_and_dense("qwen3_moe")
+    add_lora(packed, r=4, expert_r=2)
+    with pytest.raises(ValueError, match="one rank and one alpha"):
+        export_adapter(packed, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ if _find_spec("torch_nvfp4.lowering") is None:
     )
 
 from .format import MXFP4, NVFP4, Format
-from .lora import LoRASummary, add_lora, disable_adapters, load_adapter, save_adapter
+from .lora import LoRASummary, add_lora, disable_adapters, export_adapter, load_adapter, save_adapter
 from .nn import NVFP4Experts, NVFP4Linear
 from .ops import SAVE_OPS
 
@@ -37,6 +37,7 @@ __all__ = [
     "NVFP4Linear",
     "add_lora",
     "disable_adapters",
+    "export_adapter",
     "explain",
     "load_adapter",
     "save_adapter",

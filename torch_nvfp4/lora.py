@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ._lora import files, peft
+from ._lora import files, peft, per_expert
 from ._lora.sites import (
     LoRALinear,
     LoRASpec,
@@ -37,6 +37,7 @@ __all__ = [
     "adapter_state_dict",
     "add_lora",
     "disable_adapters",
+    "export_adapter",
     "load_adapter",
     "remove_adapters",
     "save_adapter",
@@ -149,6 +150,26 @@ def save_adapter(
     task_type = "CAUSAL_LM" if class_name.endswith("ForCausalLM") else None
     data = peft.config_to_json(config, base_model=base_model_name_or_path, task_type=task_type)
     files.write_adapter(Path(directory), adapter_state_dict(model), data)
+
+
+def export_adapter(
+    model: nn.Module, directory: str | os.PathLike[str], *, layout: Literal["3d", "2d"] = "2d",
+    base_model_name_or_path: str | None = None,
+) -> None:  # fmt: skip
+    """Write the adapters for others to read.
+
+    layout: "3d" is `save_adapter`. "2d" has keys for each expert and projection, which vLLM reads for most models, and
+    PEFT too; it needs one rank and alpha for all adapters, and experts whose dense rows are `[gate; up]`: ValueError
+    otherwise.
+    """
+    if layout not in ("3d", "2d"):
+        raise ValueError(f"layout must be '3d' or '2d', got {layout!r}")
+    if layout == "3d":
+        save_adapter(model, directory, base_model_name_or_path=base_model_name_or_path)
+        return
+    config = per_expert.per_expert_config(model)
+    data = peft.config_to_json(config, base_model=base_model_name_or_path, task_type="CAUSAL_LM")
+    files.write_adapter(Path(directory), per_expert.per_expert_state(model), data)
 
 
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
