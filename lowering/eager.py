@@ -40,7 +40,7 @@ def grouped_lora_linear(
     m = x.shape[0] if rows is None else rows.shape[0]
     u = x.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
     path = _path(x, m, weight)
-    gathered = x.new_empty(m, _x_width(weight, path))
+    gathered = x.new_empty(m, row_width(weight.sizes[2], path))
     _shrink(x, rows, offsets, lora_a, u, gathered, scaling, top_k, by_rank=True, order=ORDER[path])
     return _linear(gathered, offsets, weight, lora_b, u, bias, None, None, path), u
 
@@ -59,7 +59,7 @@ def glu_grouped_lora_linear(
     pre, m = with_unit_stride(pre), pre.shape[0]
     slot_weights = topk_weights.reshape(-1).contiguous()
     path = _path(pre, m, weight)
-    h = pre.new_empty(m, _x_width(weight, path))
+    h = pre.new_empty(m, row_width(weight.sizes[2], path))
     u = pre.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
     column_tiles = cdiv(h.shape[1], configs.GLU_COLUMNS)
     launch(
@@ -205,8 +205,9 @@ def _path(x: Tensor, m: int, weight: Weight, *, transposed: bool = False) -> Pat
     return Path.SCRATCH if scratch_fits else Path.LOOP
 
 
-def _x_width(weight: Weight, path: Path) -> int:
-    return weight.sizes[2] if path is Path.SCRATCH else padded_width(weight.sizes[2])
+def row_width(c: int, path: Path) -> int:
+    """How wide the rows of x are that a linear product with C = c reads."""
+    return c if path is Path.SCRATCH else padded_width(c)
 
 
 def _scratch_product(

@@ -18,10 +18,6 @@ def expert_sizes(e: int) -> dict[str, int]:
     return {"E": e, "E_POW2": power_of_two(e, 16)}
 
 
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 @dataclass(frozen=True)
 class Weight:
     """A packed weight in the graph; its sizes are numbers, guarded on where the weight is a dynamic input."""

@@ -12,10 +12,10 @@ from torch_nvfp4.ops import cuda
 
 from . import configs, eager
 from .compat import TensorBox, device_of, empty, fallback_handler, guard_int, hint, is_known_to_be, lowerings, tunes
-from .graph import Routed, Weight, cdiv, expert_sizes, times, timing_inputs
+from .graph import Routed, Weight, expert_sizes, times, timing_inputs
 from .kernels import glu, shrink, wgrad
-from .launch import padded_rank, precision
-from .products import Adapter, dgrad, linear, linear_way, row_width
+from .launch import cdiv, padded_rank, precision
+from .products import Adapter, dgrad, linear, linear_way
 from .templates import OUTPUT, TRITON_NAMES, Grid, Launch, Variant
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -76,7 +76,7 @@ def grouped_lora_linear(
     routed = Routed(x, rows, offsets, weight.e, top_k)
     way, path = linear_way(routed, weight, adapter, lora_a)
     gathered, u = _gather_and_shrink(
-        routed, lora_a, scaling, row_width(weight, path), by_rank=True, order=eager.ORDER[path]
+        routed, lora_a, scaling, eager.row_width(weight.c, path), by_rank=True, order=eager.ORDER[path]
     )  # fmt: skip
     assert gathered is not None
     return linear(Routed(gathered, None, offsets, weight.e), weight, adapter, u).run(way), u
@@ -92,7 +92,7 @@ def glu_grouped_lora_linear(
     adapter = Adapter(lora_b, bias, rows, slot_weights)
     m, dtype = pre.get_size()[0], pre.get_dtype()
     way, path = linear_way(Routed(pre, None, offsets, weight.e), weight, adapter, lora_a)
-    width = row_width(weight, path)
+    width = eager.row_width(weight.c, path)
     h = Launch(
         glu.glu_forward,
         {"pre": pre, "slot_weights": slot_weights, "slots": rows, "offsets": offsets, "h": OUTPUT},

@@ -13,9 +13,9 @@ import torch
 from . import configs, externs
 from .compat import Extern, TensorBox, calls_python, empty, guard_int, tunes
 from .eager import Path
-from .graph import Routed, Weight, cdiv, times, timing_inputs
+from .graph import Routed, Weight, times, timing_inputs
 from .kernels import grouped_gemm
-from .launch import padded_rank, padded_width, precision
+from .launch import cdiv, padded_rank, padded_width, precision
 from .templates import OUTPUT, Grid, Launch, Rival, Variant
 
 _LINEAR = Extern(externs.linear, "nvfp4_linear_product")
@@ -87,10 +87,6 @@ def _launcher_first(x: Routed, path: Path) -> bool:
     """Whether, untimed, the product is left to the eager launcher."""
     _, has_tma = x.limits
     return calls_python() and (path is not Path.LOOP or configs.launcher_first(x.per_expert, has_tma))
-
-
-def row_width(weight: Weight, path: Path) -> int:
-    return weight.c if path is Path.SCRATCH else padded_width(weight.c)
 
 
 def dgrad(gy: Routed, weight: Weight, lora_a: TensorBox | None, v: TensorBox) -> TensorBox:

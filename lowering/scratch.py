@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from torch_nvfp4.ops import observe
 
 from . import configs
 from .kernels import scratch as kernels
-from .launch import TRITON_DTYPE, padded_rank, tma_descriptor
+from .launch import TRITON_DTYPE, cdiv, padded_rank, tma_descriptor
 
 SCRATCH_BYTES = 128 * 2**20
 LANES = 2
@@ -49,7 +48,7 @@ def slices(e: int, width: int, depth: int, itemsize: int, tile: int) -> Iterator
     """Cut E experts × `width` output columns of `depth` values each into pieces that fit a lane's buffer."""
     room = SCRATCH_BYTES // LANES // (depth * itemsize)  # output columns
     if room >= width:
-        step = triton.cdiv(e, triton.cdiv(e, room // width))  # as even as can be
+        step = cdiv(e, cdiv(e, room // width))  # as even as can be
         for expert in range(0, e, step):
             yield Slice(expert, min(step, e - expert), 0, width)
         return
@@ -113,7 +112,7 @@ def product(
             first_row, first_byte = (0, part.first_column // 2) if transposed else (part.first_column, 0)
             weight = buffer[: part.experts * rows * columns].view(part.experts * rows, columns)
             decode(
-                stream, (triton.cdiv(columns // 2, tile_bytes), triton.cdiv(rows, tile_rows), part.experts),
+                stream, (cdiv(columns // 2, tile_bytes), cdiv(rows, tile_rows), part.experts),
                 codes, scales, weight, n, part.first_expert, first_row, first_byte, rows, columns // 2,
                 c, constants["B"], tile_rows, tile_bytes, packed_asm, dtype,
             )  # fmt: skip

@@ -42,17 +42,22 @@ def _finetune(config: Path | None = None, **flags: Any) -> int:
 
 def run_finetune(settings: Callable[[], FinetuneConfig]) -> int:
     """What `torch-nvfp4 finetune` does once it has read its flags; returns the exit code."""
-    return _exit_code(
+    return exit_code(
         lambda: _train(settings()),
         "stopped outside the training steps: the same command starts over from the last checkpoint",
     )
 
 
-def _exit_code(run: Callable[[], int], stopped: str) -> int:
-    """What `run` returns; what can end it early becomes one line and an exit code (`stopped`: Ctrl-C elsewhere)."""
+def exit_code(
+    run: Callable[[], int], stopped: str, errors: tuple[type[Exception], ...] = (FinetuneError, ConfigError)
+) -> int:
+    """What `run` returns; what can end it early becomes one line and an exit code (`stopped`: Ctrl-C elsewhere).
+
+    errors: what the user can mend, from its text.
+    """
     try:
         return run()
-    except (FinetuneError, ConfigError) as e:
+    except errors as e:
         return fail(str(e))
     except Interrupted as e:
         return fail(str(e), 128 + e.signum)
@@ -121,7 +126,7 @@ def _demo(
         from torch_nvfp4.train.demo import run_demo
     except ModuleNotFoundError as e:
         return fail(f"{e.name} is not installed: pip install 'torch-nvfp4[demo]'")
-    return _exit_code(lambda: run_demo(output, seed=seed), "stopped")
+    return exit_code(lambda: run_demo(output, seed=seed), "stopped")
 
 
 _ModelConfig = Annotated[Path, typer.Option(help="A model's config.json, or the folder that holds it.")]
@@ -156,7 +161,7 @@ def _tune(
         warm(sizes, counts, print, compile=compile)
         return 0
 
-    return _exit_code(run, "stopped: what is compiled stays in the caches")
+    return exit_code(run, "stopped: what is compiled stays in the caches")
 
 
 @app.command("explain")
@@ -184,7 +189,7 @@ def _explain(
         print(explain(layer, *sizes.inputs(tokens, where)))
         return 0
 
-    return _exit_code(run, "stopped")
+    return exit_code(run, "stopped")
 
 
 def _token_counts(text: str) -> list[int]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import typer
 
+from torch_nvfp4._table import aligned
 from torch_nvfp4.checkpoint import Checkpoint, CheckpointError, open_checkpoint, quantize_folder
-from torch_nvfp4.checkpoint.inspect import aligned, describe, lines, training_memory
-from torch_nvfp4.commands import app, fail
+from torch_nvfp4.checkpoint.inspect import Contents, describe, lines, training_memory
+from torch_nvfp4.commands import app, exit_code
 
 
 @app.command("inspect")
@@ -26,17 +26,19 @@ def _inspect(
     def run() -> int:
         checkpoint = open_checkpoint(folder)
         contents = describe(checkpoint)
-        print(aligned(lines(contents)))
+        print("\n".join(aligned(lines(contents), left=4)))
         print(f"\n{contents.nbytes / 2**20:,.1f} MiB in all")
         if contents.gate_up_ratio is not None:
             print(f"global scales of gate and up differ by a factor of at most {contents.gate_up_ratio:.3g}")
-        print(_memory_line(checkpoint, seq_len, rank, gradient_checkpointing))
+        print(_memory_line(checkpoint, contents, seq_len, rank, gradient_checkpointing))
         return 0
 
-    return _exit_code(run)
+    return exit_code(run, "stopped; nothing was written", (CheckpointError, OSError))
 
 
-def _memory_line(checkpoint: Checkpoint, seq_len: int, rank: int, gradient_checkpointing: bool) -> str:
+def _memory_line(
+    checkpoint: Checkpoint, contents: Contents, seq_len: int, rank: int, gradient_checkpointing: bool
+) -> str:
     """The estimate for training, or why there is none: transformers must know the architecture."""
     try:
         from transformers import AutoConfig
@@ -54,7 +56,7 @@ def _memory_line(checkpoint: Checkpoint, seq_len: int, rank: int, gradient_check
         dtype="bfloat16", batch=1, seq_len=seq_len, gradient_checkpointing=gradient_checkpointing
     )  # fmt: skip
     activations = activation_bytes(SimpleNamespace(config=config), run)
-    memory = training_memory(checkpoint, describe(checkpoint), rank, activations)
+    memory = training_memory(checkpoint, contents, rank, activations)
     parts = {"weights": memory.weights, f"adapters of rank {rank}": memory.adapters, "activations": memory.activations}
     told = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     return f"training on one GPU, {seq_len} tokens: about {memory.total / 2**30:.2f} GiB ({told})"
@@ -78,13 +80,4 @@ def _quantize(
         print(f"{out}: {done.weights} expert weights, {dense:,.1f} -> {packed:,.1f} MiB")
         return 0
 
-    return _exit_code(run)
-
-
-def _exit_code(run: Callable[[], int]) -> int:
-    try:
-        return run()
-    except (CheckpointError, OSError) as e:
-        return fail(str(e))
-    except KeyboardInterrupt:
-        return fail("stopped; nothing was written", 130)
+    return exit_code(run, "stopped; nothing was written", (CheckpointError, OSError))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .._table import aligned
 from .card import Card
 
 
@@ -108,12 +109,7 @@ def _table(explanation: Explanation) -> list[str]:
     for op in explanation.ops:
         floor = "-" if card is None else f"{1e3 * card.floor_ms(op.flops, op.nbytes):.1f}"
         rows.append((op.op, op.path, str(op.calls), str(op.launches), _mb(op.nbytes), _gflop(op.flops), floor))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return lines
+    return [f"  {line}" for line in aligned(rows, left=2)]
 
 
 def _plural(count: int, noun: str) -> str:

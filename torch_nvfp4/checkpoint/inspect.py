@@ -114,16 +114,3 @@ def lines(contents: Contents) -> list[tuple[str, ...]]:
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f}"
-
-
-def aligned(table: list[tuple[str, ...]]) -> str:
-    """Cells in columns; numbers, the last three, to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    texts = len(widths) - 3
-
-    def line(cells: tuple[str, ...]) -> str:
-        padded = [cell.ljust(w) for cell, w in zip(cells[:texts], widths, strict=False)]
-        padded += [cell.rjust(w) for cell, w in zip(cells[texts:], widths[texts:], strict=True)]
-        return "  ".join(padded).rstrip()
-
-    return "\n".join(map(line, table))

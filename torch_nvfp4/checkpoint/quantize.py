@@ -18,6 +18,7 @@ from .errors import CheckpointError
 from .files import Reader, TensorInfo
 from .folder import read_json, read_tensors
 from .layouts import COMPRESSED, FLOATS, FUSED, MODELOPT, Names, is_quantised
+from .stacks import INTERLEAVED, model_types
 from .write import SHARD_BYTES, FolderWriter
 
 LAYOUTS = {"modelopt": MODELOPT, "compressed-tensors": COMPRESSED}
@@ -25,8 +26,6 @@ _EXPERT = re.compile(r"(?P<path>(?:.*\.)?experts)\.(?P<e>\d+)\.(?P<role>gate_pro
 _SIBLINGS = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 _SIBLING = re.compile(rf"\.({'|'.join(_SIBLINGS)})\.weight$")
 _FUSED_EXPERTS = re.compile(r"(?:.*\.)?experts\.(gate_up_proj|down_proj)")
-_TRANSPOSED = ("gpt_oss", "llama4", "llama4_text")
-"""model_type of the models that keep all experts in one tensor `[E, C, N]`; other stacked experts are not known."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ def quantize_folder(
     tensors, config = read_tensors(source), read_json(source, "config.json")
     experts = _plan(source, tensors, config, fmt, names)
     done = Quantised(len(experts), 0, 0)
+    amaxes: dict[str, Tensor] = {}
     with FolderWriter(out, shard_bytes) as writer, Reader() as reader:
         for name, info in tensors.items():
             tensor = reader.read(info)
@@ -63,11 +63,14 @@ def quantize_folder(
                 continue
             if progress is not None:
                 progress(name)
-            beside = _SIBLING.sub(lambda m: f".{_SIBLINGS[m[1]]}.weight", name) if share_gate_up else name
-            amax = _amax(tensor)
-            if beside != name and beside in experts:
-                amax = torch.maximum(amax, _amax(reader.read(tensors[beside])))
-            packed = dict(_pack(tensor, info, amax, fmt, experts[name]))
+            if fmt is NVFP4:
+                amaxes[name] = _amax(tensor)
+                beside = _SIBLING.sub(lambda m: f".{_SIBLINGS[m[1]]}.weight", name) if share_gate_up else name
+                if beside in experts:
+                    if beside not in amaxes:
+                        amaxes[beside] = _amax(reader.read(tensors[beside]))
+                    amaxes[name] = torch.maximum(amaxes[name], amaxes[beside])
+            packed = dict(_pack(tensor, info, amaxes.get(name), fmt, experts[name]))
             for key, part in packed.items():
                 writer.add(key, part)
             done = Quantised(
@@ -117,11 +120,9 @@ def _check_packable(info: TensorInfo, dims: int, c: int, fmt: Format) -> None:
 
 
 def _check_fused(info: TensorInfo, config: Mapping[str, Any], fmt: Format, names: Names) -> None:
-    text = config.get("text_config")
-    kinds = {config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None}
-    if not kinds & set(_TRANSPOSED):
+    if not any(kind in INTERLEAVED for kind in model_types(config)):
         raise CheckpointError(
-            f"{info.file.path}: tensor {info} holds all experts; that layout is known only for {', '.join(_TRANSPOSED)}"
+            f"{info.file.path}: tensor {info} holds all experts; that layout is known only for {', '.join(INTERLEAVED)}"
         )
     if names is not MODELOPT or fmt is not NVFP4:
         raise CheckpointError(f"{info.file.path}: tensor {info} holds all experts, which only ModelOpt's NVFP4 has")
@@ -132,20 +133,22 @@ def _amax(weight: Tensor) -> Tensor:
     return weight.abs().amax().to(torch.float32)
 
 
-def _pack(weight: Tensor, info: TensorInfo, amax: Tensor, fmt: Format, names: Names) -> Iterator[tuple[str, Tensor]]:
-    """The named parts of a packed weight."""
+def _pack(
+    weight: Tensor, info: TensorInfo, amax: Tensor | None, fmt: Format, names: Names
+) -> Iterator[tuple[str, Tensor]]:
+    """The named parts of a packed weight; MXFP4 has no `amax`."""
     stem = info.name if names is FUSED else info.name.removesuffix(".weight")
     x = weight.mT.contiguous() if names is FUSED else weight
-    used, stored = _global_scale(amax, names.divisor)
+    used, stored = (None, None) if amax is None else _global_scale(amax, names.divisor)
     try:
-        codes, scales, _ = quantize(x, used if fmt is NVFP4 else None, fmt.name)
+        codes, scales, _ = quantize(x, used, fmt.name)
     except ValueError as error:
         raise CheckpointError(f"{info.file.path}: tensor {info}: {error}") from error
     if names is FUSED:
         codes, scales = codes.mT.contiguous(), scales.view(torch.uint8).mT.contiguous().view(scales.dtype)
     yield stem + names.codes, codes
     yield stem + names.scales, scales if fmt is NVFP4 else scales.view(torch.uint8)
-    if fmt is NVFP4 and names.global_scale is not None:
+    if stored is not None and names.global_scale is not None:
         yield stem + names.global_scale, stored.reshape(1) if names.divisor else stored
 
 

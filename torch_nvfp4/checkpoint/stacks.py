@@ -20,8 +20,11 @@ _ROLES = {
 }
 """The names of an expert's projections -> the same in order: gate, up, down."""
 
-_INTERLEAVED = {"gpt_oss": True, "llama4": False, "llama4_text": False}
-"""model_type -> whether fused gate and up rows alternate. Nothing in the tensors tells, so others are refused."""
+INTERLEAVED = {"gpt_oss": True, "llama4": False, "llama4_text": False}
+"""model_type of models that keep all experts in one tensor -> whether its gate and up rows alternate.
+
+Nothing in the tensors tells, so others are refused.
+"""
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -173,14 +176,14 @@ def model_types(config: Mapping[str, Any]) -> list[Any]:
 
 def _is_interleaved(weight: Packed, config: Mapping[str, Any]) -> bool:
     for model_type in model_types(config):
-        if isinstance(model_type, str) and model_type in _INTERLEAVED:
-            interleaved = _INTERLEAVED[model_type]
+        if isinstance(model_type, str) and model_type in INTERLEAVED:
+            interleaved = INTERLEAVED[model_type]
             if weight.names.layout == "blocks" and not interleaved:
                 break
             return interleaved
     raise CheckpointError(
         f"{weight.codes.file.path}: tensor {weight.codes}: whether gate and up rows alternate is not known for "
-        f"model_type {model_types(config)[-1]!r}; known: {', '.join(_INTERLEAVED)}"
+        f"model_type {model_types(config)[-1]!r}; known: {', '.join(INTERLEAVED)}"
     )
 
 

@@ -34,7 +34,10 @@ class FolderWriter:
             raise CheckpointError(f"{out}: exists; the new checkpoint wants a name of its own")
         self._out, self._partial, self._shard_bytes = out, out.with_name(out.name + ".partial"), shard_bytes
         self._pending: dict[str, Tensor] = {}
-        self._shards: list[dict[str, int]] = []
+        self._pending_bytes = 0
+        self._shard_of: dict[str, int] = {}
+        self._shards_written = 0
+        self._total_bytes = 0
 
     def __enter__(self) -> "FolderWriter":
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -47,24 +50,25 @@ class FolderWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """The next tensor; it is kept until its shard is full."""
-        if name in self._pending or any(name in shard for shard in self._shards):
+        if name in self._pending or name in self._shard_of:
             raise CheckpointError(f"{self._out}: tensor {name!r} is there twice")
-        if self._pending and self._pending_bytes() + _nbytes(tensor) > self._shard_bytes:
+        nbytes = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + nbytes > self._shard_bytes:
             self._flush()
         self._pending[name] = tensor.contiguous()
+        self._pending_bytes += nbytes
+        self._total_bytes += nbytes
 
     def finish(self, config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, beside: Path) -> None:
         """Write what is left, the index and the configs, copy the source's other files, and take the name."""
         self._flush()
-        count = len(self._shards)
-        weight_map: dict[str, str] = {}
-        for i, shard in enumerate(self._shards, 1):
-            name = WEIGHTS if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
+        count = self._shards_written
+        files = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        for i, name in enumerate(files):
             self._shard_path(i).rename(self._partial / name)
-            weight_map |= dict.fromkeys(shard, name)
         if count > 1:
-            total = sum(sum(shard.values()) for shard in self._shards)
-            self._json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            weight_map = {tensor: files[i] for tensor, i in self._shard_of.items()}
+            self._json(INDEX, {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map})
         self._json("config.json", config)
         if hf_quant_config is not None:
             self._json("hf_quant_config.json", hf_quant_config)
@@ -78,19 +82,13 @@ class FolderWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
-        self._shards.append({name: _nbytes(tensor) for name, tensor in self._pending.items()})
-        save_file(self._pending, self._shard_path(len(self._shards)), metadata={"format": "pt"})
-        self._pending = {}
+        save_file(self._pending, self._shard_path(self._shards_written), metadata={"format": "pt"})
+        self._shard_of |= dict.fromkeys(self._pending, self._shards_written)
+        self._shards_written += 1
+        self._pending, self._pending_bytes = {}, 0
 
     def _shard_path(self, i: int) -> Path:
         return self._partial / f"shard-{i:05d}.safetensors"
 
-    def _pending_bytes(self) -> int:
-        return sum(map(_nbytes, self._pending.values()))
-
     def _json(self, name: str, value: Mapping[str, Any]) -> None:
         (self._partial / name).write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
