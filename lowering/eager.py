@@ -114,7 +114,7 @@ def grouped_lora_wgrad(
         wgrad.wgrad, (tiles, e, splits), p.device,
         narrow, narrow.stride(0), narrow_rows, wide, wide.stride(0), wide_rows, offsets, out,
         narrow.shape[1], wide.shape[1], out.stride(0), out.stride(1), narrow_stride, wide_stride, top_k,
-        SPLITS=splits, NARROW=side, WIDE=configs.WGRAD_WIDE, ROWS=configs.WGRAD_ROWS,
+        NARROW=side, WIDE=configs.WGRAD_WIDE, ROWS=configs.WGRAD_ROWS,
         PRECISION=precision(wide.dtype), DTYPE=TRITON_DTYPE[wide.dtype], num_warps=4, num_stages=3,
     )  # fmt: skip
     return out[0] if splits == 1 else out.sum(0).to(dtype)

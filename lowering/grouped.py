@@ -143,7 +143,7 @@ def grouped_lora_wgrad(
         narrow_stride=narrow.width, narrow_width=narrow.width, wide_stride=wide.width, wide_width=wide.width,
         out_split_stride=e * narrow.width * wide.width, out_expert_stride=narrow.width * wide.width,
         out_narrow_stride=wide.width if p_is_narrow else 1, out_wide_stride=1 if p_is_narrow else narrow.width,
-        top_k=top_k, SPLITS=splits, NARROW=block, WIDE=configs.WGRAD_WIDE, PRECISION=precision(wide.dtype),
+        top_k=top_k, NARROW=block, WIDE=configs.WGRAD_WIDE, PRECISION=precision(wide.dtype),
         DTYPE=wide.dtype,
     )  # fmt: skip
     launch = Launch(

@@ -132,7 +132,7 @@ ROW_KERNELS = {
         gy=None, gy_slots=None, bias=None, WIDTH=768, N=0, ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS,
         ACTIVATION="swiglu_oai", LIMIT=7.0)),
     "wgrad": (wgrad.wgrad, dict(
-        SPLITS=1, NARROW=16, WIDE=configs.WGRAD_WIDE, ROWS=configs.WGRAD_ROWS)),
+        NARROW=16, WIDE=configs.WGRAD_WIDE, ROWS=configs.WGRAD_ROWS)),
     "route count": (route.route_count, dict(BINS=1024, BLOCK=configs.ROUTE_BLOCK)),
     "route place": (route.route_place, dict(BINS=1024, BLOCK=configs.ROUTE_BLOCK, CHUNKS=16)),
     "combine": (combine.combine, dict(TOP_K=8, COLUMNS=1024, SPLITS=2)),

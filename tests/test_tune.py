@@ -28,11 +28,15 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "family", lambda device: 9)
 
 
+FEW_EXPERTS = LayerSizes(256, 128, 8, 2)  # where the factor gradients are split over rows
+
+
 @pytest.mark.parametrize(
     "sizes",
-    [LayerSizes(2048, 768, 128, 8), LayerSizes(2880, 2880, 32, 4, activation="swiglu_oai", limit=7.0, bias=True)],
-    ids=["qwen3-30b-a3b", "gpt-oss-20b"],
-)
+    [LayerSizes(2048, 768, 128, 8), LayerSizes(2880, 2880, 32, 4, activation="swiglu_oai", limit=7.0, bias=True),
+     FEW_EXPERTS],
+    ids=["qwen3-30b-a3b", "gpt-oss-20b", "few experts"],
+)  # fmt: skip
 def test_a_few_tokens_meet_every_kernel_of_all_tokens(hopper: None, sizes: LayerSizes) -> None:
     chosen = representative_tokens(sizes)
     assert len(chosen) < 60 and chosen[0] == 1 and chosen[-1] == MOST_TOKENS
@@ -125,7 +129,7 @@ def test_commands_without_a_gpu(
 def test_tune_meets_every_kernel_that_training_then_uses() -> None:
     from torch_nvfp4._explain.warm import launches_of, warm
 
-    sizes = LayerSizes(256, 128, 8, 2)
+    sizes = FEW_EXPERTS
     said: list[str] = []
     seen = warm(sizes, representative_tokens(sizes, 4096), said.append)
     assert said[-1] == f"{len(seen)} kernel variants"

@@ -16,10 +16,13 @@ def _token_rows(slots, rows, mask, top_k):
 def wgrad(
     narrow, narrow_stride, narrow_slots, wide, wide_stride, wide_slots, offsets, out, narrow_width, wide_width,
     out_split_stride, out_expert_stride, out_narrow_stride, out_wide_stride, top_k,
-    SPLITS: tl.constexpr, NARROW: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    NARROW: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One tile `[NARROW, WIDE]` of one expert over its share of the expert's rows; no rows give exactly 0."""
+    """One tile `[NARROW, WIDE]` of one expert over its share of the expert's rows; no rows give exactly 0.
+
+    Into how many shares the rows are split is no constant: it changes with M, and a kernel need not.
+    """
     wide_tiles = tl.cdiv(wide_width, WIDE)
     tile = tl.program_id(0)
     wide_columns = tile % wide_tiles * WIDE + tl.arange(0, WIDE)
@@ -28,7 +31,7 @@ def wgrad(
     split = tl.program_id(2)
     begin = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
     end = tl.load(offsets + expert)
-    share = tl.cdiv(end - begin, SPLITS * ROWS) * ROWS
+    share = tl.cdiv(end - begin, tl.num_programs(2) * ROWS) * ROWS
     begin += split * share
     end = tl.minimum(begin + share, end)
     acc = tl.zeros((NARROW, WIDE), tl.float32)
