@@ -24,9 +24,6 @@ from torch_nvfp4.lora import (
 )
 from torch_nvfp4.nn import NVFP4Experts
 
-GOLDEN = Path(__file__).parent / "golden" / "peft_qwen3_moe"
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -72,8 +69,8 @@ BROKEN: dict[str, tuple[Callable[[dict, dict], object], str]] = {
     "dora": (lambda s, c: c.update(use_dora=True), "use_dora=True is not supported"),
     "pissa": (lambda s, c: c.update(init_lora_weights="pissa"), "init_lora_weights='pissa' is not supported"),
     "layout": (
-        lambda s, c: c.update(lora_B_layout="grouped_by_expert"),
-        "lora_B_layout='grouped_by_expert' is not",
+        lambda s, c: c.update(lora_B_layout="expert_major"),
+        "lora_B_layout must be one of rank_major, grouped_by_expert, got 'expert_major'",
     ),
     "no rank": (lambda s, c: c.pop("r"), "r=None, lora_alpha=8 must be a rank"),
 }
@@ -102,11 +99,6 @@ def test_fault_c16_dropout_is_refused_in_words(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda s, c: c.update(lora_dropout=0.1))
     with pytest.raises(ValueError, match="lora_dropout=0.1 is not supported; set it to 0, a trained adapter's output"):
         load_adapter(Toy(), tmp_path)
-
-
-def test_per_expert_keys_are_refused() -> None:
-    with pytest.raises(ValueError, match="the adapter's target '.*_proj' matches no linear layer"):
-        load_adapter(Toy(), GOLDEN / "adapter_2d")
 
 
 @pytest.mark.parametrize("kind", ["adapter_config.json", "adapter_model.safetensors"])

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ._lora import files, peft, per_expert
+from ._lora import files, peft, per_expert, stacked
 from ._lora.sites import (
     LoRALinear,
     LoRASpec,
@@ -172,31 +172,37 @@ def export_adapter(
     files.write_adapter(Path(directory), per_expert.per_expert_state(model), data)
 
 
-def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
-    """Load an adapter that `save_adapter` or PEFT wrote, strictly.
+def load_adapter(
+    model: nn.Module, directory: str | os.PathLike[str], *, lora_b_layout: peft.BLayout | None = None
+) -> None:
+    """Load an adapter that `save_adapter`, `export_adapter`, PEFT, Unsloth or axolotl wrote, strictly.
 
     Rank, alpha, rank_pattern, alpha_pattern and use_rslora come from adapter_config.json. A model without
     adapters gets them made (in the file's dtype, everything else frozen); one with adapters must have
-    exactly those of the file. Raises ValueError, before the model is changed and naming the key, for missing
+    exactly those of the file. Read are stacked factors in the orientation of PEFT 0.19.1 and later or the transposed
+    one of before, and keys for each expert (`experts.{e}.gate_proj`, or w1, w2, w3). Of the latter, gate and up become
+    one adapter: of rank R where they share A in the whole file, of rank 2R otherwise.
+
+    lora_b_layout: how B of stacked experts is laid out where the file does not say (`lora_B_layout`): "rank_major",
+        as PEFT does (default), or "grouped_by_expert", as Unsloth did before it wrote that field. No shape tells.
+
+    Raises ValueError, before the model is changed and naming the key, for missing
     or unexpected keys, for a shape that does not fit E, R or the layer, and for a config that asks for what
     this library does not do.
     """
     state, data = files.read_adapter(Path(directory))
-    config = peft.config_from_json(data)
-    specs = config.targeted(list(iter_sites(model)))
+    config, sites = peft.config_from_json(data, lora_b_layout), list(iter_sites(model))
+    is_stacked = not per_expert.is_per_expert(state)
+    specs = config.targeted(sites) if is_stacked else per_expert.specs_of(state, config, sites)
     _check_same_adapters(model, specs)
-    keys = peft.keys_of(list(specs))
-    _check_keys(state, [key for pair in keys.values() for key in pair])
-    for site, pair in keys.items():
-        _check_shapes(site, specs[site].r, pair, state)
+    values = (stacked if is_stacked else per_expert).factors_of(state, config, specs)
     if not adapted_sites(model):
         model.requires_grad_(False)
-    for site, (key_a, key_b) in keys.items():
-        placed = site if site.factors is not None else attach(model, site, specs[site], state[key_a].dtype)
+    for site, (a, b) in values.items():
+        placed = site if site.factors is not None else attach(model, site, specs[site], a.dtype)
         placed.set_spec(specs[site])
         with torch.no_grad():
-            values = peft.from_peft(site, state[key_a], state[key_b])
-            for factor, value in zip(placed.factors or (), values, strict=True):
+            for factor, value in zip(placed.factors or (), (a, b), strict=True):
                 factor.copy_(value)
 
 
@@ -211,23 +217,6 @@ def _check_same_adapters(model: nn.Module, specs: dict[Site, LoRASpec]) -> None:
     for name, spec in wanted.items():
         if spec.r != present[name].r:
             raise ValueError(f"{name}: the adapter has rank R = {spec.r}, the model's has R = {present[name].r}")
-
-
-def _check_keys(state: dict[str, Tensor], expected: Sequence[str]) -> None:
-    wanted = set(expected)
-    for keys, text in ((wanted - state.keys(), "lacks"), (state.keys() - wanted, "has the unexpected")):
-        if keys:
-            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            raise ValueError(f"adapter_model.safetensors {text} {', '.join(sorted(keys)[:3])}{more}")
-
-
-def _check_shapes(site: Site, r: int, keys: tuple[str, str], state: dict[str, Tensor]) -> None:
-    what = f"E = {site.num_experts} experts and R = {r}" if site.is_experts else f"R = {r}"
-    for key, shape in zip(keys, peft.peft_shapes(site, r), strict=True):
-        if state[key].shape != shape:
-            raise ValueError(f"{key}: expected shape {list(shape)} for {what}, got {list(state[key].shape)}")
-        if not state[key].is_floating_point():
-            raise ValueError(f"{key}: expected a floating dtype, got {state[key].dtype}")
 
 
 def remove_adapters(model: nn.Module) -> None:

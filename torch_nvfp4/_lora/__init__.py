@@ -1,1 +1,2 @@
-"""Private parts of `torch_nvfp4.lora`: sites (where adapters sit), targets (names), peft (layout), files."""
+"""Private parts of `torch_nvfp4.lora`: sites (where adapters sit), peft (names, config and layout), stacked and
+per_expert (files with one A and B for all experts, or keys for each), strict (what files must be), files."""

@@ -9,19 +9,19 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from .sites import LoRASpec, Site, adapted_sites, clean_path, iter_sites, stock_layout_of
 
-_KEY_PREFIX = "base_model.model."
+KEY_PREFIX = "base_model.model."
 
 # In MoE models PEFT takes a target module of one of these names for an expert's projection (as it was called
 # before transformers 5) and drops it. As a target parameter, "down_proj.weight", the layer is adapted, and
 # under the same keys.
-_TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
 def keys_of(sites: Sequence[Site]) -> dict[Site, tuple[str, str]]:
@@ -32,7 +32,7 @@ def keys_of(sites: Sequence[Site]) -> dict[Site, tuple[str, str]]:
         if not site.path:
             raise ValueError("PEFT has no name for an adapter on the root module; put it into a parent module")
         nested = site.projection == "gate_up" and site.path in down_paths
-        prefix = _KEY_PREFIX + site.path + (".base_layer" if nested else "")
+        prefix = KEY_PREFIX + site.path + (".base_layer" if nested else "")
         keys[site] = (f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight")
     return keys
 
@@ -47,17 +47,25 @@ def to_peft(site: Site, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1, 2).contiguous()
 
 
-def from_peft(site: Site, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `to_peft`. The shapes must be those of `peft_shapes`."""
-    return split_experts(a, b, site.num_experts, is_interleaved(site)) if site.is_experts else (a, b)
+def split_experts(
+    a: Tensor, b: Tensor, num_experts: int, interleaved: bool, *, grouped: bool = False, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """PEFT's A `[E*R, C]` and B `[N, R*E]` -> `[E, R, C]` and `[E, N, R]`, rows `[gate; up]`; differentiable.
 
-
-def split_experts(a: Tensor, b: Tensor, num_experts: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """PEFT's A `[E*R, C]` and B `[N, R*E]` -> `[E, R, C]` and `[E, N, R]`, rows `[gate; up]`; differentiable."""
-    b_ENR = b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+    grouped: the columns of B have the expert slowest, `[N, E*R]`.
+    transposed: the delta is of the transposed weight, so that A is `[E*R, N]` and B `[C, R*E]`.
+    """
+    a_ERC = a.unflatten(0, (num_experts, -1))
+    b_ENR = (
+        b.unflatten(1, (num_experts, -1)).permute(1, 0, 2)
+        if grouped
+        else b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+    )
+    if transposed:
+        a_ERC, b_ENR = b_ENR.mT, a_ERC.mT
     if interleaved:
         b_ENR = b_ENR.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    return a.unflatten(0, (num_experts, -1)).contiguous(), b_ENR.contiguous()
+    return a_ERC.contiguous(), b_ENR.contiguous()
 
 
 def peft_shapes(site: Site, r: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -81,6 +89,8 @@ class PeftConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     target_modules: Collection[str] | str = ()
     target_parameters: Collection[str] = ()
+    grouped_by_expert: bool = False  # B of experts has the expert slowest, not the rank
+    peft_version: str | None = None
 
     def spec_for(self, name: str) -> LoRASpec:
         """Rank and alpha of the adapter on the module or parameter `name`, patterns matched as PEFT does."""
@@ -88,23 +98,26 @@ class PeftConfig:
         alpha = self.alpha_pattern.get(_pattern_for(self.alpha_pattern, name), self.lora_alpha)
         return LoRASpec(r, alpha, self.use_rslora)
 
-    def targeted(self, sites: Iterable[Site]) -> dict[Site, LoRASpec]:
-        """The sites this config adapts, and how; ValueError names a target that matches none."""
+    def targeted(self, sites: Iterable[Site], others: Collection[str] = ()) -> dict[Site, LoRASpec]:
+        """The sites this config adapts, and how; ValueError names a target that matches none.
+
+        others: modules of the stock model that are no site here, which targets may name too.
+        """
         modules = {site: site.name for site in sites if not site.is_experts}
         parameters = {site: site.name if site.is_experts else f"{site.name}.weight" for site in sites}
         chosen: dict[Site, str] = {}
         if isinstance(self.target_modules, str):
             chosen = {site: name for site, name in modules.items() if re.fullmatch(self.target_modules, name)}
-            if not chosen:
+            if not chosen and not any(re.fullmatch(self.target_modules, name) for name in others):
                 raise ValueError(f"the adapter's target {self.target_modules!r} matches no linear layer")
         named_modules = () if isinstance(self.target_modules, str) else self.target_modules
-        for targets, names, kind in (
-            (named_modules, modules, "linear layer"),
-            (self.target_parameters, parameters, "packed expert parameter"),
+        for targets, names, unpacked, kind in (
+            (named_modules, modules, others, "linear layer"),
+            (self.target_parameters, parameters, (), "packed expert parameter"),
         ):
             for target in targets:
                 found = {site: name for site, name in names.items() if has_suffix(name, target)}
-                if not found:
+                if not found and not any(has_suffix(name, target) for name in unpacked):
                     raise ValueError(f"the adapter's target {target!r} matches no {kind}")
                 chosen |= found
         return {site: self.spec_for(name) for site, name in chosen.items()}
@@ -156,7 +169,7 @@ def _target_names(sites: Sequence[Site]) -> dict[Site, str]:
     mistaken = {
         site
         for site in sites
-        if has_experts and not site.is_experts and site.name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS
+        if has_experts and not site.is_experts and site.name.rpartition(".")[2] in TAKEN_FOR_EXPERTS
     }
     return {site: f"{site.name}.weight" if site in mistaken else site.name for site in sites}
 
@@ -217,7 +230,6 @@ _COMPUTES: dict[str, tuple[Any, ...]] = {
     "lora_dropout": (0, None),
     # the others change the base weight
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-    "lora_B_layout": ("rank_major", None),
 } | dict.fromkeys(
     "alora_invocation_tokens arrow_config fan_in_fan_out kasa_config lora_bias monteclora_config use_bdlora use_dora "
     "use_qalora velora_config".split(),
@@ -238,7 +250,21 @@ def unsupported_option(data: Mapping[str, Any]) -> str | None:
     return next((f"{name}={data[name]!r}" for name in found), None)
 
 
-def config_from_json(data: Mapping[str, Any]) -> PeftConfig:
+BLayout = Literal["rank_major", "grouped_by_expert"]
+
+
+def _is_grouped(data: Mapping[str, Any], told: BLayout | None) -> bool:
+    """Whether B of experts has the expert slowest: what the file says, else what the caller told, else PEFT's way."""
+    stamped = data.get("lora_B_layout")
+    for name, value in (("adapter_config.json: lora_B_layout", stamped), ("lora_b_layout", told)):
+        if value not in (*get_args(BLayout), None):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(BLayout))}, got {value!r}")
+    if stamped and told and stamped != told:
+        raise ValueError(f"lora_b_layout={told!r} contradicts adapter_config.json, which says {stamped!r}")
+    return (stamped or told) == "grouped_by_expert"
+
+
+def config_from_json(data: Mapping[str, Any], lora_b_layout: BLayout | None = None) -> PeftConfig:
     """Read adapter_config.json's content; ValueError names a field that this library cannot honour."""
     if data.get("peft_type") != "LORA":
         raise ValueError(f"adapter_config.json: peft_type is {data.get('peft_type')!r}, only 'LORA' is supported")
@@ -261,6 +287,8 @@ def config_from_json(data: Mapping[str, Any]) -> PeftConfig:
         alpha_pattern=data.get("alpha_pattern") or {},
         target_modules=modules,
         target_parameters=data.get("target_parameters") or (),
+        grouped_by_expert=_is_grouped(data, lora_b_layout),
+        peft_version=data.get("peft_version"),
     )
 
 
