@@ -1,6 +1,7 @@
 """Packing a model's experts and writing them back, one layer at a time."""
 
 import copy
+import importlib
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from .._lora.sites import StockLayout, adapted_sites
 from ..nn import PROJECTIONS, NVFP4Experts
+from .capture import install_capturing
 from .recognise import ExpertsPlan, plan_all
 
 
@@ -17,6 +19,24 @@ class PackedLayout(StockLayout):
     """The stock layout, and the stock module with meta tensors in place of its weights."""
 
     shell: nn.Module | None = None
+    on_input: bool = False
+
+
+def put_packed(model: nn.Module, plan: ExpertsPlan, packed: NVFP4Experts, stock: nn.Module) -> None:
+    """Put packed experts in the place of the stock ones, and have the block around them call them as it must."""
+    packed.__dict__["stock_layout"] = PackedLayout(**vars(plan.layout), shell=stock, on_input=plan.on_input)
+    model.set_submodule(plan.path, packed)
+    if plan.on_input:
+        llama4 = importlib.import_module(f"{__package__}.llama4")  # takes a second to import; few need it
+        llama4.switch(model.get_submodule(plan.path.rpartition(".")[0]))
+
+
+def _put_stock(model: nn.Module, path: str, packed: NVFP4Experts) -> None:
+    layout: PackedLayout = packed.__dict__["stock_layout"]
+    model.set_submodule(path, _unpack(packed, layout))
+    if layout.on_input:
+        llama4 = importlib.import_module(f"{__package__}.llama4")
+        llama4.switch_back(model.get_submodule(path.rpartition(".")[0]))
 
 
 def quantize_experts(model: nn.Module, format: str = "nvfp4") -> nn.Module:
@@ -33,6 +53,7 @@ def quantize_experts(model: nn.Module, format: str = "nvfp4") -> nn.Module:
     """
     for plan in plan_all(model, format):
         _pack(model, plan, format)
+    install_capturing(model)
     return model
 
 
@@ -55,8 +76,7 @@ def _pack(model: nn.Module, plan: ExpertsPlan, format: str) -> None:
     for name, parameter in experts.named_parameters():
         hollow = torch.empty_like(parameter, device="meta")
         experts.register_parameter(name, nn.Parameter(hollow, requires_grad=parameter.requires_grad))
-    packed.__dict__["stock_layout"] = PackedLayout(**vars(layout), shell=experts)
-    model.set_submodule(plan.path, packed)
+    put_packed(model, plan, packed, experts)
 
 
 def dequantize_experts(model: nn.Module) -> nn.Module:
@@ -75,14 +95,13 @@ def dequantize_experts(model: nn.Module) -> nn.Module:
         if site.is_experts:
             raise ValueError(f"{site.name} has an adapter, which would be lost: save_adapter, then remove_adapters")
     for path, module in packed:
-        model.set_submodule(path, _unpack(module))
+        _put_stock(model, path, module)
     if isinstance(model, PreTrainedModel) and model.config._experts_implementation == "nvfp4":
         model.set_experts_implementation("grouped_mm")  # transformers' default: "nvfp4" refuses dense experts
     return model
 
 
-def _unpack(packed: NVFP4Experts) -> nn.Module:
-    layout: PackedLayout = packed.__dict__["stock_layout"]
+def _unpack(packed: NVFP4Experts, layout: PackedLayout) -> nn.Module:
     assert layout.shell is not None
     experts = copy.copy(layout.shell)  # not a deep copy: the config must stay the model's own
     experts._parameters = dict(experts._parameters)

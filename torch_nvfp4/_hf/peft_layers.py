@@ -73,7 +73,8 @@ class ParamWrapper(_PackedBase, layer.ParamWrapper):
         self.projection = "gate_up" if is_gate_up else "down"
         site = Site("", base, self.projection)
         self.num_experts, self._param_ndim, self.interleaved = site.num_experts, 3, is_interleaved(site)
-        return site.out_in
+        self.transposed = stock_layout_of(base).untold
+        return site.out_in[::-1] if self.transposed else site.out_in
 
     def get_param(self) -> nn.Parameter:
         """The codes: PEFT asks for device and dtype, and keeps an adapter's own dtype beside integers."""
@@ -83,7 +84,10 @@ class ParamWrapper(_PackedBase, layer.ParamWrapper):
     def _factors(self) -> LoRAFactors | None:
         parts = list(self._pairs())
         if self.projection is not None:
-            parts = [(*split_experts(a, b, self.num_experts, self.interleaved), scaling) for a, b, scaling in parts]
+            parts = [
+                (*split_experts(a, b, self.num_experts, self.interleaved, transposed=self.transposed), scaling)
+                for a, b, scaling in parts
+            ]
         return _joined([LoRAFactors(*part) for part in parts]) if parts else None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -19,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..checkpoint import open_checkpoint
 from ..nn import NVFP4Experts, NVFP4Linear
 from .convert import dequantize_experts
-from .load import fill, place
+from .load import fill, place, stock_linear
 
 METHOD = "torch_nvfp4"
 _FORMATS_OF_COMPRESSED_TENSORS = {"nvfp4-pack-quantized", "mxfp4-pack-quantized"}
@@ -81,7 +80,7 @@ class PackedQuantizer(HfQuantizer):
             dequantize_experts(model)
         for path, module in list(model.named_modules()):
             if isinstance(module, NVFP4Linear):
-                model.set_submodule(path, _dense_linear(module, dtype or model.dtype))
+                model.set_submodule(path, stock_linear(module, dtype or model.dtype))
         return model
 
     def is_serializable(self, **kwargs: Any) -> bool:
@@ -98,14 +97,6 @@ class PackedQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-def _dense_linear(packed: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
-    with torch.device("meta"):
-        linear = nn.Linear(packed.in_features, packed.out_features, bias=False)
-    linear.weight = nn.Parameter(packed.dequantize(dtype), requires_grad=False)
-    linear.register_parameter("bias", packed.bias)
-    return linear.train(packed.training)
 
 
 def _is_packed(declared: Mapping[str, Any]) -> bool:

@@ -44,6 +44,8 @@ def to_peft(site: Site, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return a.contiguous(), b.contiguous()
     if is_interleaved(site):
         b = b.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    if stock_layout_of(site.module).untold:
+        a, b = b.mT, a.mT
     return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1, 2).contiguous()
 
 

@@ -34,13 +34,15 @@ class StockLayout:
 
     Whoever packs a foreign module sets it as the attribute `stock_layout`; without one the stock layout is
     the canonical layout. `interleaved`: rows of gate_up are gate 0, up 0, gate 1, up 1, ... instead of
-    `[gate; up]`. `transposed`: weights are `[E, in, out]`.
+    `[gate; up]`. `transposed`: weights are `[E, in, out]`. `untold`: the stock module has no flag that says so,
+    and PEFT adapts the transposed weight: its A is this library's B transposed, and the other way round.
     """
 
     gate_up_name: str = "gate_up_proj"
     down_name: str = "down_proj"
     transposed: bool = False
     interleaved: bool = False
+    untold: bool = False
 
 
 class LoRALinear(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from .peft import PeftConfig, is_interleaved, keys_of, peft_shapes, split_experts
-from .sites import LoRASpec, Site
+from .sites import LoRASpec, Site, stock_layout_of
 from .strict import check_keys, check_tensor
 
 _FIRST_UPRIGHT = (0, 19, 1)  # before it, PEFT read a parameter [E, out, in] as [E, in, out]
@@ -18,10 +18,10 @@ def factors_of(
     """(A, B) of each site as its module holds them; ValueError for keys, shapes or dtypes that do not fit."""
     keys = keys_of(list(specs))
     check_keys(state, [key for pair in keys.values() for key in pair])
-    transposed = _is_transposed(state, config, {site: pair[0] for site, pair in keys.items() if site.is_experts}, specs)
+    old = _is_old(state, config, {site: pair[0] for site, pair in keys.items() if site.is_experts}, specs)
     values = {}
     for site, pair in keys.items():
-        r = specs[site].r
+        r, transposed = specs[site].r, site.is_experts and old != stock_layout_of(site.module).untold
         sizes = f"E = {site.num_experts} experts and R = {r}" if site.is_experts else f"R = {r}"
         for key, shape in zip(pair, _shapes(site, r, transposed), strict=True):
             check_tensor(key, state[key], shape, sizes)
@@ -33,18 +33,19 @@ def factors_of(
     return values
 
 
-def _is_transposed(
+def _is_old(
     state: Mapping[str, Tensor], config: PeftConfig, keys: Mapping[Site, str], specs: Mapping[Site, LoRASpec]
 ) -> bool:
-    """Whether the file adapts the transposed weights. A square weight tells nothing, the file's other weights do."""
+    """Whether the file's orientation is PEFT's old one. A square weight tells nothing, the file's other weights do."""
     telling = [site for site in keys if site.out_in[0] != site.out_in[1]]
     if telling:
-        return all(state[keys[site]].shape == (site.num_experts * specs[site].r, site.out_in[0]) for site in telling)
+        olds = {site: _shapes(site, specs[site].r, not stock_layout_of(site.module).untold)[0] for site in telling}
+        return all(state[keys[site]].shape == shape for site, shape in olds.items())
     if keys and config.peft_version is not None and _version(config.peft_version) < _FIRST_UPRIGHT:
         key = next(iter(keys.values()))
         raise ValueError(
-            f"{key}: PEFT {config.peft_version} adapted the transposed weight of most models, and of a square weight no "
-            "shape tells; without peft_version in adapter_config.json it is read as a later PEFT writes it"
+            f"{key}: PEFT {config.peft_version} adapted the transposed weight of most models, and no shape tells where "
+            "the weight is square; without peft_version in adapter_config.json it is read as a later PEFT writes it"
         )
     return False
 

@@ -11,7 +11,7 @@ from .errors import CheckpointError
 from .files import Reader, TensorInfo
 from .folder import read_json, read_tensors
 from .layouts import Packed, find_weights
-from .quantiser import check_convention, check_quantiser
+from .quantiser import check_convention, check_quantiser, group_sizes
 from .read import (
     check_global_scale,
     read_experts,
@@ -41,8 +41,9 @@ class Checkpoint:
         self.folder = folder
         tensors = self._tensors = read_tensors(folder)
         self.config: dict[str, Any] = read_json(folder, "config.json")
-        method = check_quantiser(folder, self.config, read_json(folder, "hf_quant_config.json"), tensors)
-        found = find_weights(tensors)
+        hf_quant = read_json(folder, "hf_quant_config.json")
+        method = check_quantiser(folder, self.config, hf_quant, tensors)
+        found = find_weights(tensors, group_sizes(self.config, hf_quant))
         check_convention(folder, method, found.packed)
         self._stacks = {stack.entry.path: stack for stack in find_stacks(found.packed, found.rest, self.config)}
         self.experts: dict[str, ExpertsEntry] = {path: stack.entry for path, stack in self._stacks.items()}

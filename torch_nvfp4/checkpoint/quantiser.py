@@ -8,7 +8,8 @@ from .errors import CheckpointError
 from .files import TensorInfo
 from .layouts import Packed, is_quantised
 
-KNOWN = ("modelopt", "compressed-tensors", "mxfp4")
+KNOWN = ("modelopt", "compressed-tensors", "mxfp4", "fp8")
+_NESTED = ("config_groups", "weights")
 
 
 def check_quantiser(
@@ -48,6 +49,26 @@ def _declared(
     producer = hf_quant.get("producer")
     name = producer.get("name") if isinstance(producer, Mapping) else None
     return {}, name if isinstance(name, str) else None
+
+
+def group_sizes(config: Mapping[str, Any], hf_quant: Mapping[str, Any]) -> set[int]:
+    """Every number of weights to a scale that the configs name, of whichever layers."""
+    text = config.get("text_config")
+    sources = [config.get("quantization_config"), hf_quant.get("quantization")]
+    sources += [text.get("quantization_config")] if isinstance(text, Mapping) else []
+    found: set[int] = set()
+    while sources:
+        source = sources.pop()
+        if isinstance(source, Mapping):
+            sources += [value for key, value in source.items() if key in _NESTED or key.startswith("group_")]
+            sources += source.get("quantized_layers", {}).values() if _is_map(source.get("quantized_layers")) else []
+            if type(size := source.get("group_size")) is int:
+                found.add(size)
+    return found
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
 def check_convention(folder: Path, method: str | None, packed: Mapping[str, Packed]) -> None:

@@ -81,10 +81,14 @@ def read_fp8(reader: Reader, fp8: Fp8) -> Tensor:
     if not bool((scale.isfinite() & (scale > 0)).all()):
         raise CheckpointError(f"{fp8.scale.file.path}: tensor {fp8.scale} must be finite and positive")
     values = torch.empty(weight.shape, dtype=torch.bfloat16)
-    rows = scale.reshape(-1, 1).expand(len(weight), 1)
-    for start in range(0, len(weight), 1024):  # the fp32 copy stays small
+    if fp8.block is None:
+        block, scale = 1, scale.reshape(-1, 1).expand(len(weight), 1)
+    else:
+        block, scale = fp8.block, scale.repeat_interleave(fp8.block, dim=1)[:, : weight.shape[1]]
+    for start in range(0, len(weight), 1024):  # the fp32 copies stay small; 1024 is a multiple of a block
         part = slice(start, start + 1024)
-        values[part] = weight[part].to(torch.float32) * rows[part]
+        factors = scale[start // block : (start + 1024) // block].repeat_interleave(block, dim=0)
+        values[part] = weight[part].to(torch.float32) * factors[: len(weight[part])]
     return values
 
 
@@ -131,7 +135,10 @@ def _read_rows(reader: Reader, packed: Packed, e: int) -> tuple[Tensor, Tensor]:
         codes, scales = codes.t(), scales.view(torch.uint8).t()
     elif packed.names.layout == "blocks":
         codes = codes.flatten(1)
-    return codes, scales.view(torch.uint8).view(packed.format.scale_dtype)
+    scales = scales.view(torch.uint8)
+    if packed.repeat != 1:
+        scales = scales.repeat_interleave(packed.repeat, dim=1)
+    return codes.view(torch.uint8), scales.view(packed.format.scale_dtype)
 
 
 def _gate_then_up(rows: Tensor, interleaved: bool) -> Tensor:
