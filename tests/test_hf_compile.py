@@ -1,5 +1,7 @@
 """Packed models under torch.compile(fullgraph=True), every architecture, training and eval."""
 
+import copy
+
 import pytest
 import torch
 from hf_models import (
@@ -9,9 +11,12 @@ from hf_models import (
     assert_same_grads,
     logits,
     make_model,
+    quantized_and_dense,
     randomize_adapters,
+    token_ids,
     train_step,
 )
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from torch_nvfp4.hf import quantize_experts
@@ -40,6 +45,31 @@ def test_fullgraph_in_training_and_in_eval(architecture: str) -> None:
     model.eval()
     with torch.no_grad():
         torch.testing.assert_close(logits(compiled), expected_logits, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "deepseek_v3"])
+def test_router_logits_and_auxiliary_loss_in_one_graph(architecture: str) -> None:
+    """DeepSeek-V3 has no auxiliary loss. Stock: PEFT on the dense model with the dequantised weights."""
+    settings = LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    asked = dict(input_ids=token_ids(), labels=token_ids(), use_cache=False, output_router_logits=True)
+    found = []
+    for model in quantized_and_dense(architecture, **ONE_LAYER[architecture]):
+        model = get_peft_model(model, copy.deepcopy(settings)).train()
+        randomize_adapters(model)
+        is_packed = not found
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if is_packed else model
+        output = run(**asked)
+        output.loss.backward()
+        found.append((output, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}))
+    (output, grads), (expected, expected_grads) = found
+    assert expected.aux_loss > 0
+    for name in ("loss", "aux_loss", "logits"):
+        torch.testing.assert_close(output[name], expected[name], rtol=1e-5, atol=1e-5)
+    for layer, stock in zip(output.router_logits, expected.router_logits, strict=True):
+        torch.testing.assert_close(layer, stock, rtol=1e-5, atol=1e-5)
+    assert_same_grads(grads, expected_grads)
 
 
 def test_fullgraph_with_inductor() -> None:

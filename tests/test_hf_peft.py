@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from golden_models import GOLDEN
-from hf_models import ONE_LAYER, assert_same_grads, logits, quantized_and_dense, randomize_adapters, token_ids
+from hf_models import (
+    ONE_LAYER,
+    assert_same_grads,
+    logits,
+    quantized_and_dense,
+    randomize_adapters,
+    token_ids,
+    train_step,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -24,7 +32,10 @@ SAME = dict(rtol=0, atol=1e-5)  # fp32 models; logits are of order 1
 ADAPTER = GOLDEN / "peft_qwen3_moe"
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:`(is_gradient_checkpointing|gradient_checkpointing_enable)` is dep:FutureWarning"
+    ),
+    pytest.mark.filterwarnings("ignore:Already unmerged. Nothing to do"),
     # PEFT 0.21 honours a pattern that names a parameter, and says that it did not
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
 ]
@@ -114,9 +125,10 @@ def test_stock_peft_loads_what_a_packed_model_saved_and_the_other_way(
     bare = logits(packed)
     ours = adapted(packed, **OPTIONS[option])
     ours.save_pretrained(tmp_path)
-    stock = PeftModel.from_pretrained(dense, tmp_path).eval()
+    stock = PeftModel.from_pretrained(dense, tmp_path, is_trainable=True).eval()
     expected = logits(stock)
     torch.testing.assert_close(logits(ours), expected, **SAME)
+    assert_same_grads(train_step(ours), train_step(stock))
     assert (expected - bare).abs().max() > 0.01, "the adapter must show"
     with ours.disable_adapter():
         assert torch.equal(logits(ours), bare)
@@ -190,6 +202,40 @@ def test_dropout_works_on_linear_layers() -> None:
     assert not torch.equal(logits(model), logits(model))
 
 
+def test_dropouts_mask_is_the_same_when_a_checkpoint_recomputes() -> None:
+    model = adapted(packed_and_dense()[0], target_parameters=None, lora_dropout=0.5).train()
+    torch.manual_seed(4)
+    expected = train_step(model)
+    model.gradient_checkpointing_enable()
+    torch.manual_seed(4)
+    assert_same_grads(train_step(model), expected)
+    torch.manual_seed(5)
+    other = train_step(model)
+    assert not all(torch.allclose(other[name], expected[name]) for name in expected)
+
+
+def test_a_cloned_reference_adapter() -> None:
+    """As trainers of preferences keep one: a copy that stays while the other trains."""
+    model = adapted(packed_and_dense()[0])
+    model.add_adapter("ref", model.peft_config["default"])
+    state = model.state_dict()
+    for name in [name for name in state if ".default." in name]:
+        state[name.replace(".default.", ".ref.")].copy_(state[name])
+    before = logits(model)
+    model.set_adapter("ref")
+    assert torch.equal(logits(model), before)
+    model.set_adapter("default")
+    grads = train_step(model)
+    assert grads and not any(".ref." in name for name in grads)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in grads:
+                parameter -= grads[name]
+    assert not torch.allclose(logits(model), before)
+    model.set_adapter("ref")
+    assert torch.equal(logits(model), before)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -211,15 +257,29 @@ def test_what_cannot_work_is_refused_in_words(changes: dict[str, Any], text: str
     assert not any(name.endswith(("gate_up_proj", "down_proj", "q_proj.weight")) for name in names)
 
 
-def test_merging_is_refused_and_the_model_is_as_it_was() -> None:
-    model = adapted(packed_and_dense()[0])
-    expected = logits(model)
-    for targets in ({}, {"target_modules": []}):
-        refused = adapted(packed_and_dense()[0], **targets)
-        for merge in (refused.merge_adapter, refused.merge_and_unload):
-            with pytest.raises(ValueError, match="cannot be merged into packed weights"):
-                merge()
+@pytest.mark.parametrize("modules", [["q_proj", "o_proj"], [], ["o_proj", "gate"]])
+def test_merging_is_refused_and_no_byte_changes(modules: list[str]) -> None:
+    """o_proj and the router are plain and could be merged: they are not, for the rest could not follow."""
+    model = adapted(packed_and_dense()[0], target_modules=modules)
+    expected, before = logits(model), {name: p.clone() for name, p in model.state_dict().items()}
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match="cannot be merged into packed weights.*merge it into the dense model"):
+            merge()
+    model.unmerge_adapter()
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert torch.equal(logits(model), expected)
+
+
+def test_plain_layers_beside_packed_ones_merge() -> None:
+    packed, _ = packed_and_dense()
+    model = adapted(packed, target_modules=["o_proj", "gate"], target_parameters=None)
+    expected = logits(model)
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), expected, **SAME)
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model), expected, **SAME)
+    torch.testing.assert_close(logits(model.merge_and_unload()), expected, **SAME)
 
 
 def test_adapters_of_add_lora_are_not_mixed_with_pefts() -> None:

@@ -1,12 +1,14 @@
 """Where PEFT meets packed modules: it finds their stock parameters by name, and wraps them with our layers.
 
 PEFT has a registry for foreign modules, but one on each config object, which a plain `LoraConfig(...)` and one read
-from a file lack. So two methods of its `LoraModel` are wrapped once; a model without packed modules passes through.
+from a file lack. So two methods of its `LoraModel` are wrapped once, and two that merge, so that a refusal changes
+nothing; a model without packed modules passes through.
 """
 
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,27 +18,52 @@ from torch import Tensor, nn
 
 from .._lora.sites import Site, stock_layout_of
 from ..nn import PROJECTIONS, NVFP4Experts, NVFP4Linear
-from .peft_layers import wrap
+from .peft_layers import refuse_merge, wrap, wrap_plain
+from .peft_targets import check_targets
+
+# Whether the model that PEFT is adapting has packed modules; its hook for one layer does not see the model.
+_beside_packed: ContextVar[bool] = ContextVar("beside_packed", default=False)
 
 
 def install() -> None:
     """Make `get_peft_model` and `PeftModel.from_pretrained` adapt packed modules."""
     inject, create = LoraModel.inject_adapter, LoraModel._create_new_module
+    merge, unload = LoraModel.merge_adapter, LoraModel._unload_and_optionally_merge
 
     @functools.wraps(inject)
     def inject_adapter(self: LoraModel, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        _check_config(self.peft_config[adapter_name], model)
-        with _stock_parameters(model):
-            inject(self, model, adapter_name, *args, **kwargs)
+        config = self.peft_config[adapter_name]
+        _check_config(config, model)
+        with _stock_parameters(model) as any_packed:
+            if any_packed:
+                check_targets(config, model)
+            token = _beside_packed.set(any_packed)
+            try:
+                inject(self, model, adapter_name, *args, **kwargs)
+            finally:
+                _beside_packed.reset(token)
 
     @functools.wraps(create)
     def create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
         if isinstance(base, NVFP4Experts | NVFP4Linear):
             return wrap(target, adapter_name, config=lora_config, **kwargs)
-        return create(lora_config, adapter_name, target, **kwargs)
+        plain = wrap_plain(target, adapter_name, config=lora_config, **kwargs) if _beside_packed.get() else None
+        return plain or create(lora_config, adapter_name, target, **kwargs)
+
+    @functools.wraps(merge)
+    def merge_adapter(self: LoraModel, *args: Any, **kwargs: Any) -> None:
+        refuse_merge(self)
+        merge(self, *args, **kwargs)
+
+    @functools.wraps(unload)
+    def unload_and_optionally_merge(self: LoraModel, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        if merge:
+            refuse_merge(self)
+        return unload(self, merge, *args, **kwargs)
 
     patched: Any = LoraModel
+    patched.merge_adapter, patched._unload_and_optionally_merge = merge_adapter, unload_and_optionally_merge
     patched.inject_adapter, patched._create_new_module = inject_adapter, staticmethod(create_new_module)
 
 
@@ -50,8 +77,11 @@ def _check_config(config: Any, model: nn.Module) -> None:
 
 
 @contextmanager
-def _stock_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside the block packed modules show parameters by their stock names and in their dense shapes, without data."""
+def _stock_parameters(model: nn.Module) -> Iterator[bool]:
+    """Inside the block packed modules show parameters by their stock names and in their dense shapes, without data.
+
+    Gives whether there are any.
+    """
     shown: list[tuple[nn.Module, str]] = []
     try:
         for module in model.modules():
@@ -59,7 +89,7 @@ def _stock_parameters(model: nn.Module) -> Iterator[None]:
                 empty = torch.zeros((), dtype=torch.float32, device=codes.device).expand(shape)
                 module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
                 shown.append((module, name))
-        yield
+        yield bool(shown)
     finally:
         for module, name in shown:
             delattr(module, name)

@@ -25,10 +25,7 @@ class _PackedBase(layer.LoraLayer):
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
-        raise ValueError(
-            "an adapter cannot be merged into packed weights, which would have to be rounded again: save it and "
-            "merge it into the dense model, where stock PEFT loads it"
-        )
+        raise _no_merge()
 
     def unmerge(self) -> None:
         """Nothing is ever merged."""
@@ -44,6 +41,19 @@ class _PackedBase(layer.LoraLayer):
                 self.lora_B[name].get_parameter("weight"),
                 self.scaling[name],
             )
+
+
+def _no_merge() -> ValueError:
+    return ValueError(
+        "an adapter cannot be merged into packed weights, which would have to be rounded again: save it and "
+        "merge it into the dense model, where stock PEFT loads it"
+    )
+
+
+def refuse_merge(model: nn.Module) -> None:
+    """ValueError where a packed layer has adapters, before any other layer is merged."""
+    if any(isinstance(module, _PackedBase) for module in model.modules()):
+        raise _no_merge()
 
 
 def _joined(parts: list[LoRAFactors]) -> LoRAFactors:
@@ -103,6 +113,25 @@ class ParamWrapper(_PackedBase, layer.ParamWrapper):
         return module(x, *args, lora=factors, **kwargs)
 
 
+class _PlainParamWrapper(layer.ParamWrapper):
+    """A plain matrix beside packed weights, such as a router's: PEFT's formula, without the parametrisation that it
+    registers in each forward and that no compiler can trace.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or self.merged or not active:
+            return super().forward(x, *args, **kwargs)
+        self._check_forward_args(x, *args, **kwargs)
+        weight = self.get_param()
+        for name in active:
+            weight = weight + self.get_delta_weight(name)
+        return torch.func.functional_call(self.base_layer, {self.parameter_name: weight}, (x, *args), kwargs)
+
+
+_PlainParamWrapper.__name__ = _PlainParamWrapper.__qualname__ = layer.ParamWrapper.__name__
+
+
 class Linear(_PackedBase, layer.Linear):
     """A packed linear layer with adapters: one product for base and adapters, unless an adapter drops inputs out."""
 
@@ -119,6 +148,14 @@ class Linear(_PackedBase, layer.Linear):
 
     def _drops(self, name: str) -> bool:
         return self.training and isinstance(self.lora_dropout[name], nn.Dropout)
+
+
+def wrap_plain(target: nn.Module, adapter_name: str, *, config: LoraConfig, **kwargs: Any) -> nn.Module | None:
+    """The LoRA layer for a plain matrix that is named by its parameter, or None where PEFT's own will do."""
+    name = kwargs.get("parameter_name")
+    if name is None or isinstance(target, layer.LoraLayer) or target.get_parameter(name).ndim != 2:
+        return None
+    return _PlainParamWrapper(target, adapter_name, config=config, **kwargs)
 
 
 def wrap(target: nn.Module, adapter_name: str, *, config: LoraConfig, **kwargs: Any) -> nn.Module:
