@@ -17,6 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint import open_checkpoint
 from ..nn import NVFP4Experts, NVFP4Linear
+from .capture import install_capturing
 from .convert import dequantize_experts
 from .load import fill, place, stock_linear
 
@@ -73,6 +74,7 @@ class PackedQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         fill(model, self._checkpoint, self._placement)
+        install_capturing(model)
         del self._checkpoint, self._placement
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
