@@ -1,11 +1,12 @@
-"""The JSON of `moe_layer.py` as `RESULTS.md` and a plot beside it; cases and rows may be missing.
+"""The JSON of `moe_layer.py` and `train_model.py` as `RESULTS.md` and a plot beside it; cases and rows may be missing.
 
-Run: `python benchmarks/report.py FILE.json [--out benchmarks/RESULTS.md] [--plot FILE.png|.svg]`; the plot needs
-matplotlib (`pip install 'torch-nvfp4[demo]'`).
+Run: `python benchmarks/report.py benchmarks/results/*.json [--out benchmarks/RESULTS.md] [--plot FILE.png|.svg]`; the
+plot needs matplotlib (`pip install 'torch-nvfp4[demo]'`).
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,38 +90,71 @@ def case_lines(case: dict[str, Any]) -> list[str]:
     return lines + [f"  {line}" for line in error_lines(case)]
 
 
-def markdown(result: dict[str, Any], plot: Path | None) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines = [
-        "# One MoE layer with LoRA, forward and backward",
-        "",
-        f"{result['date']}, {result['device']}, {versions}; medians of {result['repeats']}.",
-        f"bf16 products run at {result['matmul_tflops']:.0f} TFLOP/s, copies at {result['copy_gbytes']:.0f} GB/s (read",
-        "plus written); a floor is what these allow. Errors are relative, to float64 on the weights that a row holds.",
-        "Made by `benchmarks/report.py` from what this wrote:",
-        "",
-        f"    {result['command']}",
-    ]
+def markdown(results: Sequence[dict[str, Any]], plot: Path | None) -> str:
+    """Layers first, a section for each case; then whole models' training, a table of all rows."""
+    layers = [result for result in results if "cases" in result]
+    lines = ["# One MoE layer with LoRA, forward and backward"]
+    if layers:
+        lines += [
+            "",
+            "A floor is what the card's own matrix rate and copy bandwidth allow, both measured in the run. Errors are",
+            "relative, to float64 on the weights that a row holds.",
+        ]
     if plot is not None:
         lines += ["", f"![forward + backward as a multiple of the floor]({plot.name})"]
-    for case in result["cases"]:
-        header, *rows = table(case)
-        lines += ["", f"## {case_title(case)}", "", _cells(header), _cells(["---", *["---:"] * (len(header) - 1)])]
-        lines += [_cells(row) for row in rows]
-        errors = error_lines(case)
-        lines += ["", *(f"- {line}" for line in errors)] if errors else []
-    return "\n".join(lines) + "\n"
+    for result in layers:
+        lines += _run_lines(result)
+        for case in result["cases"]:
+            header, *rows = table(case)
+            lines += ["", f"## {case_title(case)}", "", _cells(header), _cells(["---", *["---:"] * (len(header) - 1)])]
+            lines += [_cells(row) for row in rows]
+            errors = error_lines(case)
+            lines += ["", *(f"- {line}" for line in errors)] if errors else []
+    return "\n".join(lines + _training([result for result in results if "row" in result])) + "\n"
+
+
+def _run_lines(result: dict[str, Any]) -> list[str]:
+    rates = f"bf16 products ran at {result['matmul_tflops']:.0f} TFLOP/s, copies at {result['copy_gbytes']:.0f} GB/s."
+    return ["", f"{_where(result)}; medians of {result['repeats']}. {rates}", "", f"    {result['command']}"]
+
+
+def _where(result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"{result['date']}, {result['device']}, {versions}"
+
+
+def _training(runs: list[dict[str, Any]]) -> list[str]:
+    if not runs:
+        return []
+    header = (
+        "model, layers", "row", "T", "R", "tokens/s", "step s", "first step s", "resident GiB", "peak GiB",
+        "graphs", "graph breaks", "graphs after warm-up",
+    )  # fmt: skip
+    lines = ["", "# A whole model's training step", "", "What the rows are: `benchmarks/train_model.py`.", "",
+             _cells(header), _cells(["---", "---", *["---:"] * (len(header) - 2)])]  # fmt: skip
+    for run in runs:
+        got = run["result"]
+        lines.append(_cells((
+            f"{run['model']}, {run['layers']}", run["row"], f"{run['seq_len']}", f"{run['rank']}",
+            f"{got['tokens_per_second']:.0f}", f"{got['step_seconds']:.3f}", f"{got['first_steps_seconds'][0]:.1f}",
+            f"{got['resident_gib']:.1f}", f"{got['peak_gib']:.1f}", f"{got['graphs']}", f"{got['graph_breaks']}",
+            f"{got['graphs_after_warm_up']}",
+        )))  # fmt: skip
+    for where in dict.fromkeys(_where(run) for run in runs):
+        commands = [f"    {run['command']}" for run in runs if _where(run) == where]
+        lines += ["", f"{where}:", "", *commands]
+    return lines
 
 
 def _cells(row: Any) -> str:
     return "| " + " | ".join(row) + " |"
 
 
-def write_plot(result: dict[str, Any], path: Path) -> None:
+def write_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Bars of forward + backward as multiples of the floor, a group for each case."""
     from matplotlib.figure import Figure
 
-    cases = [case for case in result["cases"] if measured(case)]
+    cases = [case for result in results for case in result.get("cases", ()) if measured(case)]
     names = list(dict.fromkeys(name for case in cases for name in measured(case)))
     figure = Figure(figsize=(9, 1.2 + 0.2 * len(cases) * (len(names) + 1)), dpi=120, layout="constrained")
     axes = figure.add_subplot()
@@ -141,16 +175,16 @@ def write_plot(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=Path)
+    parser.add_argument("json", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "RESULTS.md")
     parser.add_argument("--plot", type=Path, help="default: beside --out, as .png; 'none' for no plot")
     options = parser.parse_args()
-    result = json.loads(options.json.read_text())
+    results = [json.loads(path.read_text()) for path in options.json]
     plot = options.plot or options.out.with_suffix(".png")
     plot = None if str(plot) == "none" else plot
     if plot is not None:
-        write_plot(result, plot)
-    options.out.write_text(markdown(result, plot))
+        write_plot(results, plot)
+    options.out.write_text(markdown(results, plot))
 
 
 if __name__ == "__main__":

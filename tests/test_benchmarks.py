@@ -46,7 +46,8 @@ def test_report(tmp_path: Path) -> None:
     text = report(made_result(**rows), tmp_path)
     assert (tmp_path / "RESULTS.png").read_bytes().startswith(b"\x89PNG")
     for line in (
-        "2026-01-02, a card, torch 2.13.0, triton 3.7.1; medians of 3.",
+        "2026-01-02, a card, torch 2.13.0, triton 3.7.1; medians of 3. "
+        "bf16 products ran at 700 TFLOP/s, copies at 4000 GB/s.",
         "    python x",
         "![forward + backward as a multiple of the floor](RESULTS.png)",
         "## small (T 2, H 4, I 8, E 3, K 1, R 1): floor 1.000 ms",
@@ -65,6 +66,30 @@ def test_report_of_what_is_there(tmp_path: Path, rows: dict[str, Any]) -> None:
     assert "## small" in text and "(plot.svg)" in text and "<svg" in (tmp_path / "plot.svg").read_text()
     text = report(made_result() | {"cases": []}, tmp_path, "--plot", "none")
     assert "##" not in text and "![" not in text
+
+
+def test_report_of_several_runs(tmp_path: Path) -> None:
+    numbers = dict(tokens_per_second=1234.4, step_seconds=0.5, first_steps_seconds=[20.0, 0.5], resident_gib=18.0,
+                   peak_gib=33.04, graphs=1, graph_breaks=0, graphs_after_warm_up=2)  # fmt: skip
+    training = dict(date="2026-01-03", device="a card", versions={"torch": "2.13.0"}, command="python train", rank=16,
+                    model="small", row="layers", seq_len=4096, layers=48, result=numbers)  # fmt: skip
+    runs = [made_result(**{"resident eager": made_row(1.0)}), made_result(), training]
+    paths = [tmp_path / f"{i}.json" for i in range(3)]
+    for path, content in zip(paths, runs, strict=True):
+        path.write_text(json.dumps(content))
+    done = run(BENCHMARKS / "report.py", *paths, "--out", tmp_path / "RESULTS.md", "--plot", "none")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.count("## small") == 2 and text.count("    python x") == 2
+    assert "| small, 48 | layers | 4096 | 16 | 1234 | 0.500 | 20.0 | 18.0 | 33.0 | 1 | 0 | 2 |" in text
+    assert text.endswith("2026-01-03, a card, torch 2.13.0:\n\n    python train\n")
+
+
+def test_results_are_of_the_kept_runs(tmp_path: Path) -> None:
+    kept = sorted((BENCHMARKS / "results").glob("*.json"))
+    done = run(BENCHMARKS / "report.py", *kept, "--out", tmp_path / "RESULTS.md")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "RESULTS.md").read_text() == (BENCHMARKS / "RESULTS.md").read_text()
 
 
 def test_benchmark_says_what_it_can_do_and_what_it_lacks() -> None:
