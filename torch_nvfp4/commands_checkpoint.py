@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from torch_nvfp4._table import aligned
-from torch_nvfp4.checkpoint import Checkpoint, CheckpointError, open_checkpoint, quantize_folder
+from torch_nvfp4.checkpoint import Checkpoint, CheckpointError, convert_folder, open_checkpoint, quantize_folder
 from torch_nvfp4.checkpoint.inspect import Contents, describe, lines, training_memory
 from torch_nvfp4.commands import app, exit_code
 
@@ -78,6 +78,26 @@ def _quantize(
         done = quantize_folder(source, out, format=format, layout=layout, share_gate_up=share_gate_up)
         dense, packed = done.dense_bytes / 2**20, done.packed_bytes / 2**20
         print(f"{out}: {done.weights} expert weights, {dense:,.1f} -> {packed:,.1f} MiB")
+        return 0
+
+    return exit_code(run, "stopped; nothing was written", (CheckpointError, OSError))
+
+
+@app.command("convert")
+def _convert(
+    source: Annotated[Path, typer.Argument(help="Folder of a packed checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the same weights.")],
+    layout: Annotated[
+        Literal["modelopt", "compressed-tensors", "mxfp4"], typer.Option(help="Whose layout; mxfp4 is gpt-oss's own.")
+    ],
+    exact: Annotated[bool, typer.Option("--exact", help="Refuse if a scale would not come back to the bit.")] = False,
+) -> int:
+    """Write a packed checkpoint in another layout: codes and block scales move, all other tensors stay as they are."""
+
+    def run() -> int:
+        done = convert_folder(source, out, layout=layout, exact=exact)
+        told = f", {done.inexact} of their scales rounded in the last bit" if done.inexact else ", all scales exact"
+        print(f"{out}: {done.weights} packed weights in the layout of {layout}{told}")
         return 0
 
     return exit_code(run, "stopped; nothing was written", (CheckpointError, OSError))

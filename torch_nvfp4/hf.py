@@ -8,6 +8,7 @@
   `pack_on_load("mxfp4")`, gpt-oss's "mxfp4", into packed modules.
 - PEFT adapts packed experts and packed linear layers.
 - `quantize_experts` packs the experts of a model that was loaded dense.
+- `save_pretrained` writes a packed model in the layout that it came from, `save_packed` in any.
 - The experts implementation "nvfp4" refuses to run experts that are still dense.
 """
 
@@ -18,9 +19,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ._hf.convert import dequantize_experts, quantize_experts
 from ._hf.quantizer import PackedConfig, pack_on_load
+from ._hf.save import save_packed
 from .nn import NVFP4Experts
 
-__all__ = ["PackedConfig", "dequantize_experts", "nvfp4_experts_forward", "pack_on_load", "quantize_experts"]
+__all__ = ["PackedConfig", "dequantize_experts", "nvfp4_experts_forward", "pack_on_load", "quantize_experts", "save_packed"]
 
 
 def nvfp4_experts_forward(

@@ -1,11 +1,11 @@
 """transformers' quantizer for checkpoints that are packed already: `from_pretrained` gives packed modules."""
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -20,10 +20,10 @@ from ..nn import NVFP4Experts, NVFP4Linear
 from .capture import install_capturing
 from .convert import dequantize_experts
 from .load import fill, place, stock_linear
+from .save import keep_forms, state_dict_of
 
 METHOD = "torch_nvfp4"
 _FORMATS_OF_COMPRESSED_TENSORS = {"nvfp4-pack-quantized", "mxfp4-pack-quantized"}
-_logger = logging.getLogger(__name__)
 
 
 @register_quantization_config("modelopt")
@@ -37,6 +37,7 @@ class PackedConfig(QuantizationConfigMixin):
     def __init__(self, **declared: Any) -> None:
         self.quant_method: Any = METHOD
         self.declared = declared
+        self.outdated = False  # once something that it declares was decoded, or is no part of the model
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.declared)
@@ -73,8 +74,12 @@ class PackedQuantizer(HfQuantizer):
         self._placement = place(model, self._checkpoint)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        fill(model, self._checkpoint, self._placement)
+        checkpoint, placement = self._checkpoint, self._placement
+        fill(model, checkpoint, placement)
         install_capturing(model)
+        keep_forms(model, checkpoint, placement.experts | placement.linears)
+        of_cache = any(name.endswith((".k_scale", ".v_scale")) for name in checkpoint.plain)
+        self.quantization_config.outdated = bool(placement.fp8 or placement.decoded or of_cache)
         del self._checkpoint, self._placement
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -86,11 +91,11 @@ class PackedQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self, **kwargs: Any) -> bool:
-        _logger.warning(
-            "save_pretrained does not write packed weights, and the checkpoint that they came from has them: save the "
-            "adapter alone, or call dequantize() first"
-        )
-        return False
+        return True
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """What `save_pretrained` writes: the packed weights as their checkpoint had them. Adapters it saves itself."""
+        return (None if getattr(model, "_hf_peft_config_loaded", False) else state_dict_of(model)), {}
 
     @property
     def is_trainable(self) -> bool:

@@ -6,9 +6,12 @@ for path in checkpoint.experts:
 """
 
 from .checkpoint import Checkpoint, open_checkpoint
+from .convert import convert_folder
 from .entries import ExpertsEntry, Fp8Entry, LinearEntry, PackedExperts, PackedWeight
 from .errors import CheckpointError
 from .quantize import Quantised, quantize_folder
+from .save import save_packed
+from .write import Written
 
 __all__ = [
     "Checkpoint",
@@ -19,6 +22,9 @@ __all__ = [
     "PackedExperts",
     "PackedWeight",
     "Quantised",
+    "Written",
+    "convert_folder",
     "open_checkpoint",
     "quantize_folder",
+    "save_packed",
 ]

@@ -1,6 +1,7 @@
 """An opened checkpoint: what it holds, and how to load it piece by piece."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from .entries import ExpertsEntry, Fp8Entry, LinearEntry, PackedExperts, PackedW
 from .errors import CheckpointError
 from .files import Reader, TensorInfo
 from .folder import read_json, read_tensors
+from .forms import Form, form_of_experts, form_of_linear
 from .layouts import Packed, find_weights
 from .quantiser import check_convention, check_quantiser, group_sizes
 from .read import (
@@ -33,6 +35,8 @@ class Checkpoint:
         linears: packed dense layers, for `load_linear`.
         fp8: FP8 weights by tensor name; `load_plain` decodes them to bf16.
         plain: every other tensor, for `load_plain`.
+        tensors: the names of all, for `load_stored`.
+        layout: whose layout the packed weights have ("modelopt", "compressed-tensors" or "mxfp4"); None without any.
 
     Nothing is cached: each load reads the files again, and holds no more than what it returns and one tensor beside it.
     """
@@ -57,6 +61,8 @@ class Checkpoint:
         }
         self._plain: dict[str, TensorInfo] = {name: info for name, info in found.rest.items() if name not in taken}
         self.plain = tuple(self._plain)
+        self.tensors = tuple(tensors)
+        self.layout = method
         with Reader() as reader:  # a few bytes each: a wrong one is known before anything is loaded
             for weight in found.packed.values():
                 check_global_scale(reader, weight)
@@ -66,6 +72,20 @@ class Checkpoint:
         stack = _get(self._stacks, path, "experts", self.folder)
         with Reader() as reader:
             return read_experts(reader, stack)
+
+    def iterate_experts(self, path: str) -> Iterator[PackedExperts]:
+        """The experts at a module path of `experts` one by one, each as a stack of one (E = 1)."""
+        stack = _get(self._stacks, path, "experts", self.folder)
+        with Reader() as reader:
+            for e in range(stack.entry.num_experts):
+                yield read_experts(reader, stack, range(e, e + 1))
+
+    def form(self, path: str) -> Form:
+        """How the files keep the weights at a path of `experts` or `linears`, and their global scales as stored."""
+        with Reader() as reader:
+            if path in self._stacks:
+                return form_of_experts(reader, self._stacks[path])
+            return form_of_linear(reader, _get(self._packed, path, "linears", self.folder))
 
     def load_linear(self, path: str) -> PackedWeight:
         """The packed dense layer at a module path of `linears`."""
@@ -79,6 +99,9 @@ class Checkpoint:
 
     def numel(self, name: str) -> int:
         return math.prod(self._tensors[name].shape)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
 
     def dtype(self, name: str) -> str:
         """As safetensors calls it, such as BF16."""
@@ -109,10 +132,15 @@ class Checkpoint:
 
     def load_plain(self, name: str) -> Tensor:
         """A tensor of `plain` as it is, or one of `fp8` decoded to bf16."""
+        if name not in self._fp8:
+            return self.load_stored(_get(self._plain, name, "plain", self.folder).name)
         with Reader() as reader:
-            if name in self._fp8:
-                return read_fp8(reader, self._fp8[name])
-            return reader.read(_get(self._plain, name, "plain", self.folder))
+            return read_fp8(reader, self._fp8[name])
+
+    def load_stored(self, name: str) -> Tensor:
+        """Any tensor of the files as it is, whatever it belongs to."""
+        with Reader() as reader:
+            return reader.read(_get(self._tensors, name, "tensors", self.folder))
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:

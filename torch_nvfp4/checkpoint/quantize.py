@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ..format import NVFP4, Format, get_format, quantize
+from .declare import Declaration, hf_quant_config, quantization_config
+from .emit import weight_entries
 from .errors import CheckpointError
 from .files import Reader, TensorInfo
 from .folder import read_json, read_tensors
@@ -78,7 +80,12 @@ def quantize_folder(
                 done.packed_bytes + sum(part.numel() * part.element_size() for part in packed.values()),
             )  # fmt: skip
         ignore = sorted(_other_linears(tensors, experts))
-        writer.finish(*_configs(config, fmt, layout, ignore), source)
+        quantization = quantization_config(Declaration(layout, fmt, ignore))
+        writer.finish(
+            {"config.json": {**config, "quantization_config": quantization},
+             "hf_quant_config.json": hf_quant_config(quantization, fmt.block_size)},
+            source,
+        )  # fmt: skip
     return done
 
 
@@ -144,12 +151,7 @@ def _pack(
         codes, scales, _ = quantize(x, used, fmt.name)
     except ValueError as error:
         raise CheckpointError(f"{info.file.path}: tensor {info}: {error}") from error
-    if names is FUSED:
-        codes, scales = codes.mT.contiguous(), scales.view(torch.uint8).mT.contiguous().view(scales.dtype)
-    yield stem + names.codes, codes
-    yield stem + names.scales, scales if fmt is NVFP4 else scales.view(torch.uint8)
-    if stored is not None and names.global_scale is not None:
-        yield stem + names.global_scale, stored.reshape(1) if names.divisor else stored
+    yield from weight_entries(stem, names, codes, scales, stored)
 
 
 def _global_scale(amax: Tensor, divisor: bool) -> tuple[Tensor, Tensor]:
@@ -165,30 +167,3 @@ def _other_linears(tensors: Mapping[str, TensorInfo], experts: Mapping[str, Name
     for name, info in tensors.items():
         if name.endswith(".weight") and name not in experts and len(info.shape) == 2:
             yield name.removesuffix(".weight")
-
-
-def _configs(
-    config: Mapping[str, Any], fmt: Format, layout: str, ignore: list[str]
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """config.json with its quantization_config, and ModelOpt's hf_quant_config.json."""
-    weights: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": fmt.block_size, "dynamic": False}
-    if layout == "compressed-tensors":
-        pack = f"{fmt.name}-pack-quantized"
-        strategy = "tensor_group" if fmt is NVFP4 else "group"
-        scale_dtype = "torch.float8_e4m3fn" if fmt is NVFP4 else "torch.uint8"
-        weights |= {"symmetric": True, "strategy": strategy, "scale_dtype": scale_dtype}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-        quantization: dict[str, Any] = {
-            "quant_method": "compressed-tensors", "format": pack, "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": ignore, "kv_cache_scheme": None,
-        }  # fmt: skip
-        return {**config, "quantization_config": quantization}, None
-    producer = {"name": "modelopt", "version": "torch_nvfp4"}
-    algorithm = "W4A16_NVFP4" if fmt is NVFP4 else "MXFP4"
-    quantization = {
-        "quant_method": "modelopt", "quant_algo": algorithm, "ignore": ignore, "producer": producer,
-        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
-    }  # fmt: skip
-    details = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": fmt.block_size,
-               "exclude_modules": ignore}  # fmt: skip
-    return {**config, "quantization_config": quantization}, {"producer": producer, "quantization": details}

@@ -13,12 +13,14 @@ from .layouts import Fp8, Packed
 from .stacks import Projection, Stack
 
 
-def read_experts(reader: Reader, stack: Stack) -> PackedExperts:
-    """One expert at a time, so that beside the result only one expert's bytes are held."""
-    gate_up, down = (_read_projection(reader, projection) for projection in (stack.gate_up, stack.down))
+def read_experts(reader: Reader, stack: Stack, which: range | None = None) -> PackedExperts:
+    """All experts, or those in a range. One at a time, so that beside the result only one expert's bytes are held."""
+    which = range(stack.entry.num_experts) if which is None else which
+    gate_up, down = (_read_projection(reader, projection, which) for projection in (stack.gate_up, stack.down))
     if stack.entry.gated and gate_up.global_scale.shape[1] == 1:  # fused: one value for both
         gate_up = gate_up._replace(global_scale=gate_up.global_scale.repeat(1, 2))
-    return PackedExperts(gate_up, down, _read_biases(reader, stack.gate_up), _read_biases(reader, stack.down))
+    biases = (_read_biases(reader, projection, which) for projection in (stack.gate_up, stack.down))
+    return PackedExperts(gate_up, down, *biases)
 
 
 def read_linear(reader: Reader, packed: Packed) -> PackedWeight:
@@ -104,20 +106,20 @@ def _multiplier(value: float, packed: Packed) -> Tensor:
     return stored.reciprocal() if packed.names.divisor else stored
 
 
-def _read_projection(reader: Reader, projection: Projection) -> PackedWeight:
+def _read_projection(reader: Reader, projection: Projection, which: range) -> PackedWeight:
     globals_ES = torch.stack(
-        [torch.stack([read_global_scale(reader, weight) for weight in each]) for each in projection.weights]
+        [torch.stack([read_global_scale(reader, weight) for weight in projection.weights[e]]) for e in which]
     )
     first = projection.weights[0]
     n, c, fmt = sum(weight.rows for weight in first), first[0].columns, first[0].format
     codes = torch.empty(len(globals_ES), n, c // 2, dtype=torch.uint8)
     scales = torch.empty(len(globals_ES), n, c // fmt.block_size, dtype=torch.uint8)
-    for e, weights in enumerate(projection.weights):
+    for place, e in enumerate(which):
         row = 0
-        for weight in weights:
+        for weight in projection.weights[e]:
             here = slice(row, row + weight.rows)
             for target, source in zip((codes, scales), _read_rows(reader, weight, e), strict=True):
-                target[e, here] = _gate_then_up(source.view(torch.uint8), projection.interleaved)
+                target[place, here] = _gate_then_up(source.view(torch.uint8), projection.interleaved)
             row += weight.rows
     return PackedWeight(codes, scales.view(fmt.scale_dtype), globals_ES)
 
@@ -145,12 +147,13 @@ def _gate_then_up(rows: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([rows[0::2], rows[1::2]]) if interleaved else rows
 
 
-def _read_biases(reader: Reader, projection: Projection) -> Tensor | None:
+def _read_biases(reader: Reader, projection: Projection, which: range) -> Tensor | None:
     if projection.biases is None:
         return None
     rows = []
-    for e, (weights, infos) in enumerate(zip(projection.weights, projection.biases, strict=True)):
-        parts = [reader.read(bias, None if w.experts is None else e) for w, bias in zip(weights, infos, strict=True)]
+    for e in which:
+        pairs = zip(projection.weights[e], projection.biases[e], strict=True)
+        parts = [reader.read(bias, None if weight.experts is None else e) for weight, bias in pairs]
         rows.append(_gate_then_up(torch.cat(parts), projection.interleaved))
     return torch.stack(rows)
 

@@ -7,6 +7,7 @@ an interrupted run leaves is never mistaken for a checkpoint.
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,19 @@ SHARD_BYTES = 5 * 10**9
 _OWN = ("config.json", "hf_quant_config.json", INDEX)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
 """Endings of files that hold weights: those of the source are not the new folder's."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is in a new folder.
+
+    weights: packed ones, by their tensors of codes. inexact: how many of their global scales and static scales of
+    activations will not come back to the bit, because fp32 has no reciprocal for them: what they multiply then differs
+    in the last bit.
+    """
+
+    weights: int
+    inexact: int
 
 
 class FolderWriter:
@@ -55,12 +69,16 @@ class FolderWriter:
         nbytes = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + nbytes > self._shard_bytes:
             self._flush()
-        self._pending[name] = tensor.contiguous()
+        self._pending[name] = tensor.detach().cpu().contiguous()
         self._pending_bytes += nbytes
         self._total_bytes += nbytes
 
-    def finish(self, config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, beside: Path) -> None:
-        """Write what is left, the index and the configs, copy the source's other files, and take the name."""
+    def finish(self, documents: Mapping[str, Mapping[str, Any] | None], beside: Path | None) -> None:
+        """Write what is left, the index and these JSON files, copy other files of the folder `beside`, take the name.
+
+        A file with None is not wanted. `beside` is the source's folder, if there is one: of what lies in it, weights
+        and the configs that every checkpoint has of its own are not copied.
+        """
         self._flush()
         count = self._shards_written
         files = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -69,10 +87,10 @@ class FolderWriter:
         if count > 1:
             weight_map = {tensor: files[i] for tensor, i in self._shard_of.items()}
             self._json(INDEX, {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map})
-        self._json("config.json", config)
-        if hf_quant_config is not None:
-            self._json("hf_quant_config.json", hf_quant_config)
-        for file in sorted(beside.iterdir()):
+        for name, value in documents.items():
+            if value is not None:
+                self._json(name, value)
+        for file in () if beside is None else sorted(beside.iterdir()):
             if file.is_file() and file.name not in _OWN and file.suffix not in _WEIGHTS:
                 shutil.copyfile(file, self._partial / file.name)
         if self._out.exists():
