@@ -166,6 +166,32 @@ def test_several_adapters(tmp_path: Path) -> None:
     assert isinstance(packed.model.layers[0].mlp.experts, NVFP4Experts)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_each_sample_of_a_batch_uses_the_adapter_that_it_names(architecture: str) -> None:
+    """Of experts, of a packed layer and of a plain one; against each sample alone with its adapter."""
+    packed, _ = packed_and_dense(architecture)
+    bare = logits(packed)
+    model = adapted(packed)
+    model.add_adapter("second", config(r=2, use_rslora=True))
+    randomize_adapters(model)
+    for name, parameter in model.named_parameters():
+        if ".second." in name:
+            nn.init.normal_(parameter, std=0.2)
+    model.eval()
+    expected = {"__base__": bare}
+    for name in ("default", "second"):
+        model.set_adapter(name)
+        expected[name] = logits(model)
+    assert not torch.allclose(expected["default"], expected["second"])
+    for names in (["default", "second"], ["second", "__base__"], ["second", "second"], ["__base__", "__base__"]):
+        found = logits(model, adapter_names=names)
+        torch.testing.assert_close(found, torch.stack([expected[n][i] for i, n in enumerate(names)]), **SAME)
+    with pytest.raises(ValueError, match="non-existing adapter"):
+        logits(model, adapter_names=["default", "third"])
+    with pytest.raises(ValueError, match="Length of `adapter_names`|adapter_names names 5 samples"):
+        logits(model, adapter_names=["default"] * 5)
+
+
 class Watch(TorchDispatchMode):
     """Names of the ops that run, and the largest floating-point result of any."""
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_nvfp4 import NVFP4Experts, NVFP4Linear
 from torch_nvfp4.format import quantize
+from torch_nvfp4.nn import LoRAFactors, MixedLoRA
 from torch_nvfp4.ops import reference
 
 E, H, I, T, K, R = 3, 64, 32, 5, 2, 4
@@ -354,3 +355,40 @@ linear rank: r must be at least 1, got 0
 linear twice: the layer already has LoRA factors
 """,
         )
+
+
+def test_each_token_uses_the_adapter_that_it_chooses() -> None:
+    """Output and gradients are those of the tokens of each adapter alone; each row's products are computed once."""
+    torch.manual_seed(3)
+    experts = NVFP4Experts.from_dense(torch.randn(4, 32, 32), torch.randn(4, 32, 16))
+
+    def factors(e: int, n: int, c: int, r: int) -> LoRAFactors:
+        return LoRAFactors(torch.randn(e, r, c).requires_grad_(), torch.randn(e, n, r).requires_grad_(), 0.5)
+
+    adapters = [
+        {"gate_up": factors(4, 32, 32, 2), "down": factors(4, 32, 16, 3)},
+        {"down": factors(4, 32, 16, 1)},
+        {"gate_up": factors(4, 32, 32, 2)},  # nobody's choice
+    ]
+    x, weights = torch.randn(9, 32, requires_grad=True), torch.rand(9, 2, requires_grad=True)
+    ids = torch.tensor([[0, 1], [1, 3], [2, 0], [3, 2], [-1, 1], [0, 4], [1, 2], [2, 3], [3, 0]], dtype=torch.int32)
+    chosen = torch.tensor([0, 1, -1, 1, 0, 0, 3, 1, -7])
+    leaves = [x, weights, *(t for adapter in adapters for f in adapter.values() for t in (f.a, f.b))]
+    run = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    y = run(x, ids, weights, lora=MixedLoRA(adapters, chosen))
+    grads = torch.autograd.grad(y.square().sum(), leaves)
+    parts = []
+    for token in range(9):
+        i = int(chosen[token])
+        one = slice(token, token + 1)
+        parts.append(experts(x[one], ids[one], weights[one], lora=adapters[i] if 0 <= i < 3 else {}))
+    expected = torch.cat(parts)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+    wanted = torch.autograd.grad(expected.square().sum(), leaves, allow_unused=True)
+    for found, grad in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(found, torch.zeros_like(found) if grad is None else grad, rtol=1e-4, atol=1e-2)
+    assert not grads[-1].any() and not grads[-2].any()
+    assert experts(x[:0], ids[:0], weights[:0], lora=MixedLoRA(adapters, chosen[:0])).shape == (0, 32)
+    for wrong in (chosen[:8], chosen[:, None], chosen.float(), chosen > 0):
+        with pytest.raises(ValueError, match=r"lora.ids must be \[T\] = \[9\] integers, got"):
+            experts(x, ids, weights, lora=MixedLoRA(adapters, wrong))

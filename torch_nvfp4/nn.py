@@ -6,7 +6,7 @@ fp32 global scales as the int32 of the same bits) and viewed as what they are at
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,6 +25,13 @@ class LoRAFactors(NamedTuple):
     a: Tensor
     b: Tensor
     scaling: float
+
+
+class MixedLoRA(NamedTuple):
+    """Several adapters and each token's choice: ids `[T]`, any int dtype, index `adapters`; outside it, none."""
+
+    adapters: Sequence[Mapping[ProjectionName, LoRAFactors]]
+    ids: Tensor
 
 
 _NO_LORA: tuple[None, None, float] = (None, None, 1.0)
@@ -187,12 +194,31 @@ class NVFP4Experts(nn.Module):
         topk_ids: Tensor,
         topk_weights: Tensor,
         *,
-        lora: Mapping[ProjectionName, LoRAFactors] | None = None,
+        lora: Mapping[ProjectionName, LoRAFactors] | MixedLoRA | None = None,
     ) -> Tensor:
         """`moe_lora` of x `[T, H]`, topk_ids `[T, K]` and topk_weights `[T, K]` -> `[T, H]` in x's dtype.
 
-        lora: adapters to use in place of the module's own; a projection that it does not name has none.
+        lora: an adapter to use in place of the module's own; a projection that it does not name has none. Or several,
+            of which each token uses one; ValueError where their ids are not `[T]`.
         """
+        if not isinstance(lora, MixedLoRA):
+            return self._run(x, topk_ids, topk_weights, lora)
+        if lora.ids.shape != x.shape[:1] or lora.ids.is_floating_point() or lora.ids.dtype == torch.bool:
+            raise ValueError(
+                f"lora.ids must be [T] = {[x.shape[0]]} integers, got {list(lora.ids.shape)} {lora.ids.dtype}"
+            )
+        # One call for each adapter, in which the other tokens are not routed: each row's products are computed once, in
+        # one call, and the others give it exact zeros.
+        ids = topk_ids.long()
+        without = (lora.ids < 0) | (lora.ids >= len(lora.adapters))
+        y = self._run(x, ids.where(without[:, None], -1), topk_weights, {})
+        for i, adapter in enumerate(lora.adapters):
+            y = y + self._run(x, ids.where((lora.ids == i)[:, None], -1), topk_weights, adapter)
+        return y
+
+    def _run(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, lora: Mapping[ProjectionName, LoRAFactors] | None
+    ) -> Tensor:
         gate_up, down = (self._factors(p) if lora is None else lora.get(p, _NO_LORA) for p in PROJECTIONS)
         return torch.ops.nvfp4.moe_lora(
             x, topk_ids, topk_weights, *self.packed("gate_up"), *self.packed("down"),

@@ -3,7 +3,7 @@
 Both classes carry the names of the PEFT classes they replace, because PEFT recognises its layers by name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._lora.peft import is_interleaved, split_experts, unsupported_option
 from .._lora.sites import Site, stock_layout_of
-from ..nn import LoRAFactors, NVFP4Experts, NVFP4Linear, ProjectionName
+from ..nn import LoRAFactors, MixedLoRA, NVFP4Experts, NVFP4Linear, ProjectionName
 
 
 class _PackedBase(layer.LoraLayer):
@@ -31,16 +31,17 @@ class _PackedBase(layer.LoraLayer):
         """Nothing is ever merged."""
 
     def _active(self) -> list[str]:
-        return [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
+        return [] if self.disable_adapters else list(self.active_adapters)
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """PEFT's A and B of each active adapter, and its scaling."""
-        for name in self._active():
-            yield (
-                self.lora_A[name].get_parameter("weight"),
-                self.lora_B[name].get_parameter("weight"),
-                self.scaling[name],
-            )
+    def _pairs(self, names: Sequence[str]) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """PEFT's A and B of each of these adapters that this layer has, and its scaling."""
+        for name in names:
+            if name in self.lora_A:
+                yield (
+                    self.lora_A[name].get_parameter("weight"),
+                    self.lora_B[name].get_parameter("weight"),
+                    self.scaling[name],
+                )
 
 
 def _no_merge() -> ValueError:
@@ -91,26 +92,42 @@ class ParamWrapper(_PackedBase, layer.ParamWrapper):
         prefix = "weight" if self.projection is None else self.projection
         return getattr(self.get_base_layer(), f"{prefix}_codes")
 
-    def _factors(self) -> LoRAFactors | None:
-        parts = list(self._pairs())
+    def _factors(self, names: Sequence[str]) -> LoRAFactors | None:
+        parts = list(self._pairs(names))
         if self.projection is not None:
-            parts = [
-                (*split_experts(a, b, self.num_experts, self.interleaved, transposed=self.transposed), scaling)
-                for a, b, scaling in parts
-            ]
+            parts = [(*split_experts(a, b, self.num_experts, self.interleaved), scaling) for a, b, scaling in parts]
         return _joined([LoRAFactors(*part) for part in parts]) if parts else None
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._check_forward_args(x, *args, **kwargs)
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
         if self.projection is None:
-            return self.base_layer(x, lora=self._factors())
-        factors = {}
+            self._check_forward_args(x, *args, adapter_names=adapter_names, **kwargs)
+            return self.base_layer(x, lora=self._factors(self._active()))
+        wrappers: list[ParamWrapper] = []
         module: nn.Module = self
         while isinstance(module, ParamWrapper):
-            if (found := module._factors()) is not None:
-                factors[module.projection] = found
+            wrappers.append(module)
             module = module.base_layer
-        return module(x, *args, lora=factors, **kwargs)
+        if adapter_names is None or self.disable_adapters:
+            return module(x, *args, lora=_by_projection(wrappers, self._active()), **kwargs)
+        return module(x, *args, lora=_mixed(wrappers, adapter_names, x), **kwargs)
+
+
+def _by_projection(wrappers: Sequence["ParamWrapper"], names: Sequence[str]) -> dict[ProjectionName, LoRAFactors]:
+    """The factors of these adapters, summed, of all wrappers of one experts module."""
+    found = {wrapper.projection: wrapper._factors(names) for wrapper in wrappers}
+    return {projection: factors for projection, factors in found.items() if projection and factors is not None}
+
+
+def _mixed(wrappers: Sequence["ParamWrapper"], adapter_names: Sequence[str], x: Tensor) -> MixedLoRA:
+    """Each token's adapter, from its sample's; the rows of x are the samples' tokens, one sample after another."""
+    if x.dim() != 2 or x.shape[0] % len(adapter_names):
+        raise ValueError(
+            f"adapter_names names {len(adapter_names)} samples, of which the experts' input {list(x.shape)} cannot be"
+        )
+    names = sorted(set(adapter_names) - {"__base__"})
+    of_sample = torch.tensor([names.index(name) if name in names else -1 for name in adapter_names], device=x.device)
+    ids = of_sample.repeat_interleave(x.shape[0] // len(adapter_names))
+    return MixedLoRA([_by_projection(wrappers, [name]) for name in names], ids)
 
 
 class _PlainParamWrapper(layer.ParamWrapper):
@@ -141,9 +158,11 @@ class Linear(_PackedBase, layer.Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._check_forward_args(x, *args, **kwargs)
-        if kwargs.get("adapter_names") is not None or any(self._drops(name) for name in self._active()):
+        if kwargs.get("adapter_names") is not None or any(
+            self._drops(name) for name in self._active() if name in self.lora_A
+        ):
             return super().forward(x, *args, **kwargs)
-        parts = [LoRAFactors(*part) for part in self._pairs()]
+        parts = [LoRAFactors(*part) for part in self._pairs(self._active())]
         return self.base_layer(x, lora=_joined(parts) if parts else None)
 
     def _drops(self, name: str) -> bool:
