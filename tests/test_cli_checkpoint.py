@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_files import make
 from expecttest import assert_expected_inline
 from test_checkpoint_golden import GOLDEN
 from test_checkpoint_quantize import dense, write
+from test_checkpoint_save import with_scales
 
 from torch_nvfp4.checkpoint import open_checkpoint
 from torch_nvfp4.cli import run
@@ -53,3 +55,23 @@ def test_quantize_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "up_proj.weight" in capsys.readouterr().err and not (tmp_path / "never").exists()
     assert run(["inspect", str(tmp_path / "nothing")]) == 2
     assert capsys.readouterr().err == f"torch-nvfp4: {tmp_path / 'nothing'}: no such folder\n"
+
+
+def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = GOLDEN / "ckpt_modelopt_mixtral-NVFP4_DEFAULT_CFG", tmp_path / "out"
+    assert run(["convert", str(source), str(out), "--layout", "compressed-tensors"]) == 0
+    assert (
+        capsys.readouterr().out == f"{out}: 13 packed weights in the layout of compressed-tensors, all scales exact\n"
+    )
+    assert open_checkpoint(out).layout == "compressed-tensors"
+    assert run(["convert", str(source), str(out), "--layout", "compressed-tensors"]) == 2
+    assert capsys.readouterr().err.startswith(f"torch-nvfp4: {out}: exists")
+    assert run(["convert", str(source), str(tmp_path / "same"), "--layout", "modelopt"]) == 2
+    assert capsys.readouterr().err == f"torch-nvfp4: {source}: has the layout modelopt already\n"
+
+    with_scales(make("qwen3"), "up_proj", (1 - 2**-24) * 2**-13).write(tmp_path / "in")
+    arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "a"), "--layout", "compressed-tensors"]
+    assert run([*arguments, "--exact"]) == 2
+    assert "3 of its scales have no exact divisor" in capsys.readouterr().err
+    assert run(arguments) == 0
+    assert capsys.readouterr().out.endswith(", 3 of their scales off by the last bit\n")

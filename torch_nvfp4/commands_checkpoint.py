@@ -90,13 +90,13 @@ def _convert(
     layout: Annotated[
         Literal["modelopt", "compressed-tensors", "mxfp4"], typer.Option(help="Whose layout; mxfp4 is gpt-oss's own.")
     ],
-    exact: Annotated[bool, typer.Option("--exact", help="Refuse if a scale would not come back to the bit.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Refuse if a scale would be read as another.")] = False,
 ) -> int:
     """Write a packed checkpoint in another layout: codes and block scales move, all other tensors stay as they are."""
 
     def run() -> int:
         done = convert_folder(source, out, layout=layout, exact=exact)
-        told = f", {done.inexact} of their scales rounded in the last bit" if done.inexact else ", all scales exact"
+        told = f", {done.inexact} of their scales off by the last bit" if done.inexact else ", all scales exact"
         print(f"{out}: {done.weights} packed weights in the layout of {layout}{told}")
         return 0
 

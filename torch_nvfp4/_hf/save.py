@@ -15,8 +15,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from .. import checkpoint as packed_checkpoint
 from .._lora.sites import stock_layout_of
 from ..checkpoint import Checkpoint, Written
-from ..checkpoint.forms import Form, default_form
-from ..checkpoint.layouts import MODELOPT
+from ..checkpoint.forms import Form, default_roles, numbered_form
 from ..checkpoint.save import FORM, Naming, declare_packed, find_packed
 from ..checkpoint.write import SHARD_BYTES
 from ..nn import NVFP4Experts
@@ -96,5 +95,5 @@ def _stock_forms(model: PreTrainedModel, rename: Callable[[dict[str, Tensor]], d
             found = {int(value): match[1] for name, value in rename(probe).items()
                      if value.numel() == 1 and (match := _NUMBERED.fullmatch(name))}  # fmt: skip
             roles = tuple(found[number] for number in sorted(found))
-            forms[path] = Form(MODELOPT, roles) if len(roles) == halves + 1 else default_form(module.gated)
+            forms[path] = numbered_form(roles if len(roles) == halves + 1 else default_roles(module.gated))
     return forms

@@ -63,9 +63,17 @@ class Form:
         return sum(numbers.inexact for numbers in (self.global_scales, self.input_scales) if numbers is not None)
 
 
-def default_form(gated: bool) -> Form:
-    """Numbered experts with the names that most models have."""
-    return Form(MODELOPT, _GATED if gated else _UNGATED)
+def numbered_form(roles: tuple[str, ...]) -> Form:
+    """Of experts that no file has yet, or (no roles) of a matrix: numbered, as compressed-tensors has all models.
+
+    roles: what gate, up and down are called in the files of the dense model.
+    """
+    return Form(COMPRESSED, roles)
+
+
+def default_roles(gated: bool) -> tuple[str, ...]:
+    """The names that most models have."""
+    return _GATED if gated else _UNGATED
 
 
 def form_of_experts(reader: Reader, stack: Stack) -> Form:

@@ -13,8 +13,7 @@ from .declare import Declaration, hf_quant_config, quantization_config
 from .emit import Named, expert_entries, linear_entries, multipliers_of, stored_scales
 from .entries import PackedExperts, PackedWeight
 from .errors import CheckpointError
-from .forms import Form, default_form, retarget
-from .layouts import MODELOPT
+from .forms import Form, default_roles, numbered_form, retarget
 from .scalars import Numbers
 from .write import SHARD_BYTES, FolderWriter, Written
 
@@ -144,8 +143,8 @@ def _form_before(module: nn.Module, told: Form | None) -> Form:
     if FORM in module.__dict__:
         return module.__dict__[FORM]
     if isinstance(module, NVFP4Linear):
-        return Form(MODELOPT)
-    return told or default_form(gated=bool(module.gated))
+        return numbered_form(())
+    return told or numbered_form(default_roles(bool(module.gated)))
 
 
 def _count(module: NVFP4Experts | NVFP4Linear) -> int:

@@ -1,0 +1,192 @@
+"""Packed models of transformers saved: the producer's bytes, and what loads again is the same model."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden_models import CHECKPOINTS, COMPRESSED_TENSORS, GOLDEN, QWEN, load, logits, read_config, write
+from hf_models import make_model
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from test_checkpoint_save import differing, stored_as
+from test_hf_pretrained import gpt_oss_mxfp4
+from transformers import AutoModel, PreTrainedModel
+
+from torch_nvfp4.checkpoint import CheckpointError, open_checkpoint
+from torch_nvfp4.hf import PackedConfig, pack_on_load, quantize_experts, save_packed
+from torch_nvfp4.lora import add_lora
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+IN_FP32 = {"backbone.layers.0.mixer.gate.e_score_correction_bias"}
+"""What transformers keeps in fp32, whatever the file has."""
+
+
+def same_model(model: PreTrainedModel, folder: Path) -> None:
+    again = load(folder, dtype=model.dtype)
+    found, expected = again.state_dict(), model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_save_pretrained_gives_the_producers_bytes(name: str, tmp_path: Path) -> None:
+    model = load(GOLDEN / name, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    assert differing(tmp_path, load_file(GOLDEN / name / "model.safetensors")) <= IN_FP32
+    assert read_config(tmp_path)["quantization_config"] == read_config(GOLDEN / name)["quantization_config"]
+    same_model(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("layout", [None, "modelopt", "compressed-tensors"])
+def test_save_packed_in_a_layout(name: str, layout: str | None, tmp_path: Path) -> None:
+    model, out = load(GOLDEN / name, dtype=torch.bfloat16), tmp_path / "out"
+    done = save_packed(model, out, layout=layout, shard_bytes=3000)
+    source, written = open_checkpoint(GOLDEN / name), open_checkpoint(out)
+    assert done.inexact == 0 and written.layout == (layout or source.layout)
+    if written.layout == source.layout:
+        assert differing(out, load_file(GOLDEN / name / "model.safetensors")) <= IN_FP32
+    assert (out / "model.safetensors.index.json").exists() and (out / "generation_config.json").exists()
+    config = read_config(out)
+    assert config["architectures"] == [type(model).__name__] and config["dtype"] == "bfloat16"
+    same_model(model, out)
+    with pytest.raises(CheckpointError, match="a name of its own"):
+        save_packed(model, out)
+
+
+def test_sharded_by_transformers(tmp_path: Path) -> None:
+    model = load(GOLDEN / QWEN, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert differing(tmp_path, load_file(GOLDEN / QWEN / "model.safetensors")) == set()
+    same_model(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_a_model_that_was_packed_here(name: str, layout: str, tmp_path: Path) -> None:
+    """Under the names of the dense model's files; the multipliers of fp32 weights may have no exact divisor."""
+    model = quantize_experts(make_model(name))
+    assert isinstance(model, PreTrainedModel)
+    done = save_packed(model, tmp_path / "out", layout=layout)
+    again = load(tmp_path / "out")
+    if layout == "modelopt":
+        assert done.inexact == 0
+        same_model(model, tmp_path / "out")
+    torch.testing.assert_close(logits(again), logits(model), rtol=1e-5, atol=1e-5)
+    (dense := make_model(name)).save_pretrained(tmp_path / "dense")
+    written = {key.removesuffix("_packed") for key in stored_as(tmp_path / "out") if not key.endswith("_scale")}
+    written = {key for key in written if not key.endswith(("_scale_2", "_scale"))}
+    assert written == stored_as(tmp_path / "dense").keys() and dense.config.model_type == model.config.model_type
+
+
+def test_gpt_oss_that_was_packed_here_has_too_many_global_scales_for_modelopt(tmp_path: Path) -> None:
+    model: Any = quantize_experts(make_model("gpt_oss"))
+    with pytest.raises(CheckpointError, match="one global scale for all experts, and the experts have"):
+        save_packed(model, tmp_path / "out")
+    save_packed(model, tmp_path / "out", layout="compressed-tensors")
+    torch.testing.assert_close(logits(load(tmp_path / "out")), logits(model), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_gpt_oss_mxfp4_in_its_own_layout(tmp_path: Path) -> None:
+    gpt_oss_mxfp4(tmp_path / "in")
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    pack_on_load("mxfp4")
+    try:
+        model = load(tmp_path / "in", dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / "a")
+        save_packed(model, tmp_path / "b")
+        save_packed(model, tmp_path / "c", layout="compressed-tensors")
+        same_model(model, tmp_path / "b")
+    finally:
+        pack_on_load("mxfp4", False)
+    assert differing(tmp_path / "a", stored) == differing(tmp_path / "b", stored) == set()
+    same_model(model, tmp_path / "c")
+    packed: Any = quantize_experts(make_model("gpt_oss", hidden_size=64, intermediate_size=32), "mxfp4")
+    assert save_packed(packed, tmp_path / "d", layout="mxfp4").inexact == 0
+    experts = open_checkpoint(tmp_path / "d")
+    assert experts.layout == "mxfp4" and len(experts.experts) == 2
+
+
+def test_a_checkpoint_that_declared_nothing_declares_itself(tmp_path: Path) -> None:
+    config = {key: value for key, value in read_config(GOLDEN / QWEN).items() if key != "quantization_config"}
+    write(tmp_path / "in", load_file(GOLDEN / QWEN / "model.safetensors"), config, None)
+    shutil.copy(GOLDEN / QWEN / "hf_quant_config.json", tmp_path / "in")
+    model = load(tmp_path / "in", dtype=torch.bfloat16, quantization_config=PackedConfig())
+    model.save_pretrained(tmp_path / "a")
+    quantization = read_config(tmp_path / "a")["quantization_config"]
+    assert quantization["quant_method"] == "modelopt" and quantization["quant_algo"] == "NVFP4"
+    assert quantization["ignore"] == ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"]
+    same_model(model, tmp_path / "a")
+    save_packed(load(tmp_path / "in", quantization_config=PackedConfig()), tmp_path / "b")
+    assert read_config(tmp_path / "b")["quantization_config"] == quantization
+
+
+def test_fp8_layers_that_were_decoded_are_declared_plain(tmp_path: Path) -> None:
+    tensors, stem = load_file(GOLDEN / QWEN / "model.safetensors"), "model.layers.0.self_attn.q_proj"
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{stem}.")}
+    tensors[f"{stem}.weight"] = torch.randn(32, 32).to(torch.float8_e4m3fn)
+    tensors[f"{stem}.weight_scale"] = torch.tensor(0.5)
+    config = read_config(GOLDEN / QWEN)
+    declared = config["quantization_config"] | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {stem: "FP8"}}
+    write(tmp_path / "in", tensors, config, declared)
+    model = load(tmp_path / "in", dtype=torch.bfloat16)
+    save_packed(model, tmp_path / "a")
+    model.save_pretrained(tmp_path / "b")
+    for out in (tmp_path / "a", tmp_path / "b"):
+        quantization = read_config(out)["quantization_config"]
+        assert stem in quantization["ignore"] and "quantized_layers" not in quantization
+        assert quantization["quant_algo"] == "NVFP4"
+        same_model(model, out)
+
+
+def test_names_follow_a_model_without_its_head(tmp_path: Path) -> None:
+    base = AutoModel.from_pretrained(GOLDEN / COMPRESSED_TENSORS, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "a")
+    save_packed(base, tmp_path / "b")
+    stored = load_file(GOLDEN / COMPRESSED_TENSORS / "model.safetensors")
+    del stored["lm_head.weight"]
+    assert differing(tmp_path / "a", stored) == differing(tmp_path / "b", stored)
+    again = AutoModel.from_pretrained(tmp_path / "a", dtype=torch.bfloat16)
+    assert all(torch.equal(tensor, base.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
+    model: Any = quantize_experts(make_model("qwen3_moe", tie_word_embeddings=True))
+    save_packed(model, tmp_path / "out")
+    assert "lm_head.weight" not in stored_as(tmp_path / "out")
+    same_model(model, tmp_path / "out")
+
+
+def test_a_copy_of_a_model_saves_too(tmp_path: Path) -> None:
+    model = copy.deepcopy(load(GOLDEN / COMPRESSED_TENSORS, dtype=torch.bfloat16))
+    model.save_pretrained(tmp_path)
+    assert differing(tmp_path, load_file(GOLDEN / COMPRESSED_TENSORS / "model.safetensors")) == set()
+
+
+def test_adapters_are_saved_by_themselves(tmp_path: Path) -> None:
+    model = load(GOLDEN / QWEN)
+    add_lora(model, r=2, alpha=4)
+    for save in (model.save_pretrained, lambda folder: save_packed(model, folder)):
+        with pytest.raises(CheckpointError, match="belongs to an adapter, which packed checkpoints do not hold"):
+            save(tmp_path / "out")
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
+    peft_model = get_peft_model(load(GOLDEN / QWEN), config)
+    with pytest.raises(CheckpointError, match="belongs to an adapter"):
+        save_packed(peft_model.base_model.model, tmp_path / "out")
+    peft_model.save_pretrained(tmp_path / "adapter")
+    assert {path.suffix for path in (tmp_path / "adapter").iterdir()} >= {".safetensors", ".json"}
+    added = load(GOLDEN / QWEN)
+    added.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    added.save_pretrained(tmp_path / "added")
+    assert json.loads((tmp_path / "added" / "adapter_config.json").read_text())["r"] == 2
+    assert not (tmp_path / "added" / "model.safetensors").exists()
