@@ -114,16 +114,18 @@ text: 173 sequences of 16 tokens to train on, 128 tokens held out
 held-out loss of the base: #
 held-out loss with quantised experts: #
 LoRA trains 4,736 of 45,536 parameters (10.40 %): experts 3,840, q_proj 256, ...
-memory                  bytes
-experts, packed         13.6 KiB (dense: 96.0 KiB)
-other weights           63.4 KiB
-adapters                18.5 KiB
-their gradients         18.5 KiB
-AdamW moments           37.0 KiB
-adapters in all         74.0 KiB (5.4x packed experts)
-activations (estimate)  262.0 KiB
-held now                # MiB (at most so far: # MiB)
-predicted peak          # MiB (process)
+memory                          bytes
+experts, packed                 13.6 KiB (dense: 96.0 KiB)
+other weights                   63.4 KiB
+adapters                        18.5 KiB
+their gradients                 18.5 KiB
+AdamW moments                   37.0 KiB
+adapters in all                 74.0 KiB (5.4x packed experts)
+kept by all layers (estimate)   121.5 KiB
+backward of a layer (estimate)  32.0 KiB
+logits and loss (estimate)      112.5 KiB
+held now                        # MiB (at most so far: # MiB)
+predicted peak                  # MiB (process)
 result
 held-out loss: base                             # nat per token
 held-out loss: base, experts quantised          # nat per token (+#)

@@ -3,63 +3,91 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from torch_nvfp4._memory import Estimate, Run, Sizes, estimate
 from torch_nvfp4._table import aligned
 from torch_nvfp4.checkpoint import Checkpoint, CheckpointError, convert_folder, open_checkpoint, quantize_folder
-from torch_nvfp4.checkpoint.inspect import Contents, describe, lines, training_memory
+from torch_nvfp4.checkpoint.inspect import ADAPTED, Contents, adapter_parameters, describe, lines, loaded_bytes
 from torch_nvfp4.commands import app, exit_code
 
 
 @app.command("inspect")
 def _inspect(
     folder: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, for the memory of training.")] = 4096,
-    rank: Annotated[int, typer.Option(min=0, help="LoRA rank of the experts.")] = 16,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, for the memory of training.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1,
+    rank: Annotated[int, typer.Option(min=0, help="LoRA rank, of experts and attention.")] = 16,
     gradient_checkpointing: Annotated[bool, typer.Option(help="As in training.")] = True,
+    compile: Annotated[
+        Literal["model", "layers", "off"],
+        typer.Option(
+            help="What torch.compile takes: the model with its loss (Trainer's torch_compile), each layer, nothing."
+        ),
+    ] = "model",
 ) -> int:
     """Say what a checkpoint holds, in which formats, and about what training it needs on one GPU."""
 
-    def run() -> int:
+    def command() -> int:
         checkpoint = open_checkpoint(folder)
         contents = describe(checkpoint)
         print("\n".join(aligned(lines(contents), left=4)))
         print(f"\n{contents.nbytes / 2**20:,.1f} MiB in all")
         if contents.gate_up_ratio is not None:
             print(f"global scales of gate and up differ by a factor of at most {contents.gate_up_ratio:.3g}")
-        print(_memory_line(checkpoint, contents, seq_len, rank, gradient_checkpointing))
+        run = Run(
+            batch * seq_len,
+            gradient_checkpointing=gradient_checkpointing,
+            compiled=compile,
+        )
+        print("\n".join(_training_memory(checkpoint, contents, rank, run, f"{batch} x {seq_len} tokens")))
         return 0
 
-    return exit_code(run, "stopped; nothing was written", (CheckpointError, OSError))
+    return exit_code(command, "stopped; nothing was written", (CheckpointError, OSError))
 
 
-def _memory_line(
-    checkpoint: Checkpoint, contents: Contents, seq_len: int, rank: int, gradient_checkpointing: bool
-) -> str:
+_COMPILED = {"off": "eager", "layers": "compiled layers", "model": "compiled"}
+
+
+def _training_memory(checkpoint: Checkpoint, contents: Contents, rank: int, run: Run, micro_batch: str) -> list[str]:
     """The estimate for training, or why there is none: transformers must know the architecture."""
     try:
         from transformers import AutoConfig
-
-        from torch_nvfp4.train.memory import activation_bytes
     except ModuleNotFoundError as e:
-        return f"no estimate of training memory: {e.name} is not installed (pip install 'torch-nvfp4[hf]')"
+        return [f"no estimate of training memory: {e.name} is not installed (pip install 'torch-nvfp4[hf]')"]
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as e:
-        return (
-            f"no estimate of training memory: transformers does not know this architecture ({str(e).splitlines()[0]})"
-        )
-    run: Any = SimpleNamespace(
-        dtype="bfloat16", batch=1, seq_len=seq_len, gradient_checkpointing=gradient_checkpointing
-    )  # fmt: skip
-    activations = activation_bytes(SimpleNamespace(config=config), run)
-    memory = training_memory(checkpoint, contents, rank, activations)
-    parts = {"weights": memory.weights, f"adapters of rank {rank}": memory.adapters, "activations": memory.activations}
-    told = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
-    return f"training on one GPU, {seq_len} tokens: about {memory.total / 2**30:.2f} GiB ({told})"
+        reason = str(e).splitlines()[0]
+        return [f"no estimate of training memory: transformers does not know this architecture ({reason})"]
+    sizes = Sizes.of(config, gated=any(experts.gated for experts in checkpoint.experts.values()))
+    adapters = 4 * adapter_parameters(checkpoint, rank)  # fp32
+    found = estimate(loaded_bytes(contents), adapters, sizes, run)
+    options = "with" if run.gradient_checkpointing else "without"
+    how = f"{_COMPILED[run.compiled]}, {options} gradient checkpointing"
+    return [
+        f"training on one GPU: {micro_batch}, bf16, {how}, LoRA rank {rank}: experts, {', '.join(ADAPTED)}",
+        *aligned(_parts(found), left=1),
+        f"The peak is in the {found.highest_stage}, where not all of the last three are there.",
+        "Not counted: the CUDA context, memory that the allocator keeps unused, autotuning, loading.",
+    ]
+
+
+def _parts(found: Estimate) -> list[tuple[str, ...]]:
+    """The parts in GiB, under a heading."""
+    told = {
+        "weights": found.weights,
+        "adapters, fp32": found.adapters,
+        "their gradients": found.gradients,
+        "AdamW moments": found.moments,
+        "kept by all layers": found.activations.kept,
+        "backward of a layer": found.activations.layer,
+        "logits and loss": found.activations.logits,
+        "expected peak": found.peak,
+    }
+    return [("part", "GiB"), *((name, f"{size / 2**30:,.2f}") for name, size in told.items())]
 
 
 @app.command("quantize")

@@ -76,31 +76,30 @@ def describe(checkpoint: Checkpoint) -> Contents:
     return Contents(tuple(rows), max(ratios, default=None))
 
 
-@dataclass(frozen=True)
-class TrainingMemory:
-    """Bytes of a training step on one device, adapters on both projections of all experts: an estimate."""
-
-    weights: int
-    adapters: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.adapters + self.activations
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Dense layers that an estimate puts adapters on, beside both projections of all experts."""
 
 
-ADAPTER_BYTES = 4 * 4
-"""Of an adapter's parameter: itself, its gradient and AdamW's two moments, in fp32."""
+def loaded_bytes(contents: Contents) -> int:
+    """Of all weights on the device: as in the files, but FP8 ones decoded to bf16."""
+    return contents.nbytes + sum(2 * row.weights - row.nbytes for row in contents.rows if row.format == "fp8")
 
 
-def training_memory(checkpoint: Checkpoint, contents: Contents, rank: int, activations: int) -> TrainingMemory:
-    """`activations`: bytes that a micro-batch keeps, which the model's architecture decides."""
-    decoded = sum(2 * row.weights - row.nbytes for row in contents.rows if row.format == "fp8")
-    adapters = 0
+def adapter_parameters(checkpoint: Checkpoint, rank: int) -> int:
+    """LoRA parameters of rank R on all packed experts and on the layers of `ADAPTED`."""
+    widths = 0
     for experts in checkpoint.experts.values():
         gate_up = experts.hidden + experts.intermediate * (2 if experts.gated else 1)
-        adapters += experts.num_experts * rank * (gate_up + experts.hidden + experts.intermediate)
-    return TrainingMemory(contents.nbytes + decoded, ADAPTER_BYTES * adapters, activations)
+        widths += experts.num_experts * (gate_up + experts.hidden + experts.intermediate)
+    dense = {name.removesuffix(".weight"): fp8.shape for name, fp8 in checkpoint.fp8.items()}
+    dense |= {path: (linear.out_features, linear.in_features) for path, linear in checkpoint.linears.items()}
+    dense |= {
+        name.removesuffix(".weight"): checkpoint.shape(name) for name in checkpoint.plain if name.endswith(".weight")
+    }
+    for path, shape in dense.items():
+        if path.rpartition(".")[2] in ADAPTED and not re.search(r"vision|visual|audio|(^|\.)mtp\.", path):
+            widths += sum(shape)
+    return rank * widths
 
 
 def lines(contents: Contents) -> list[tuple[str, ...]]:

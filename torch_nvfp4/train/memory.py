@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_nvfp4._memory import Activations, Estimate, Run, Sizes, estimate
 from torch_nvfp4.nn import PROJECTIONS, NVFP4Experts
 from torch_nvfp4.train.config import FinetuneConfig
 from torch_nvfp4.train.state import trainable
@@ -36,7 +37,7 @@ class MemoryPlan:
         dense_experts, packed_experts: the frozen expert weights before and after quantising.
         other: all weights that are not experts.
         adapter, gradients, moments: LoRA parameters, their gradients, and what the optimiser keeps.
-        activations: what a micro-batch keeps for backward, logits included; an estimate.
+        activations: what a micro-batch needs; an estimate.
         compiler: what torch.compile adds to the process.
         held, highest: what process (CPU) or allocator (CUDA) hold now, and the most they held while loading.
     """
@@ -47,7 +48,7 @@ class MemoryPlan:
     adapter: int
     gradients: int
     moments: int
-    activations: int
+    activations: Activations
     compiler: int
     held: int
     highest: int
@@ -55,8 +56,8 @@ class MemoryPlan:
     @property
     def peak(self) -> int:
         """What training adds to what is held now, or the peak of loading where that was higher."""
-        added = self.gradients + self.moments + self.activations + self.compiler
-        return max(self.highest, self.held + added)
+        beside_held = Estimate(0, 0, self.gradients, self.moments, self.activations)
+        return max(self.highest, self.held + beside_held.peak + self.compiler)
 
 
 def expert_bytes(model: nn.Module) -> int:
@@ -72,42 +73,32 @@ def dense_bytes(model: nn.Module) -> int:
     return nbytes(model.parameters()) - expert_bytes(model) + torch.bfloat16.itemsize * values
 
 
-def plan(model: nn.Module, config: FinetuneConfig, dense_bytes: int, device: str, compile: bool) -> MemoryPlan:
+def plan(model: Any, config: FinetuneConfig, dense_bytes: int, device: str, compile: bool) -> MemoryPlan:
     """The plan for a quantised model with adapters; `dense_bytes`: the whole model before quantising."""
     packed = expert_bytes(model)
     adapter = nbytes(trainable(model).values())
     other = nbytes(model.parameters()) - packed - adapter
+    run = Run(
+        config.batch * config.seq_len,
+        getattr(torch, config.dtype).itemsize,
+        config.gradient_checkpointing,
+        compiled="step" if compile else "off",
+        optimizer={"adamw": 2, "sgd": 1}[config.optim],
+    )
+    gated = any(m.gated for m in model.modules() if isinstance(m, NVFP4Experts))
+    expected = estimate(packed + other, adapter, Sizes.of(model.config, gated), run)
     return MemoryPlan(
         dense_experts=dense_bytes - other,
         packed_experts=packed,
         other=other,
         adapter=adapter,
-        gradients=adapter,
-        moments={"adamw": 2, "sgd": 1}[config.optim] * adapter,
-        activations=activation_bytes(model, config),
+        gradients=expected.gradients,
+        moments=expected.moments,
+        activations=expected.activations,
         compiler=COMPILER_BYTES if compile and device == "cpu" else 0,
         held=held_bytes(device),
         highest=peak_bytes(device),
     )
-
-
-def activation_bytes(model: Any, config: FinetuneConfig) -> int:
-    """Estimate for one micro-batch: every layer's residual stream, attention and expert rows, and logits.
-
-    Per token, in units of the activation dtype: 6 H for norms and residuals, 4 Q for q, k, v and the
-    attention's output (Q = heads · head size), K · 2I for the experts' rows. With gradient checkpointing a
-    layer keeps H, and one layer at a time the rest. Logits: once in that dtype, three times in fp32.
-    """
-    text = model.config.get_text_config()
-    size = getattr(torch, config.dtype).itemsize
-    tokens = config.batch * config.seq_len
-    hidden, layers = text.hidden_size, text.num_hidden_layers
-    head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
-    intermediate = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-    layer = size * (6 * hidden + 4 * head_dim * text.num_attention_heads)
-    layer += size * 2 * intermediate * (getattr(text, "num_experts_per_tok", None) or 1)
-    kept = layers * size * hidden + layer if config.gradient_checkpointing else layers * layer
-    return tokens * (kept + text.vocab_size * (size + 3 * 4))
 
 
 def held_bytes(device: str) -> int:

@@ -67,7 +67,9 @@ def print_plan(console: Console, plan: MemoryPlan, optim: str, device: str) -> N
     table.add_row("their gradients", size(plan.gradients))
     table.add_row(moments, size(plan.moments))
     table.add_row("adapters in all", f"{size(adapter)} ({adapter / max(1, plan.packed_experts):.1f}x packed experts)")
-    table.add_row("activations (estimate)", size(plan.activations))
+    table.add_row("kept by all layers (estimate)", size(plan.activations.kept))
+    table.add_row("backward of a layer (estimate)", size(plan.activations.layer))
+    table.add_row("logits and loss (estimate)", size(plan.activations.logits))
     if plan.compiler:
         table.add_row("torch.compile (estimate)", size(plan.compiler))
     table.add_row("held now", f"{size(plan.held)} (at most so far: {size(plan.highest)})")
