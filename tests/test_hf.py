@@ -278,7 +278,7 @@ class Refusals(expecttest.TestCase):
             "no flags": undecorated,
             "activation": other_experts(act=F.relu),
             "gate": other_experts(apply_gate=clamped_after_silu, limit=7.0),
-            "norm": other_experts(has_post_expert_norm=True),
+            "norm": doctored(lambda p: setattr(p.block, "has_post_expert_norm", True)),
             "layout": doctored(lambda p: setattr(p.block, "is_transposed", True)),
             "extra": doctored(lambda p: p.block.register_parameter("scale", nn.Parameter(torch.ones(1)))),
             "meta": other_experts().to("meta"),

@@ -72,6 +72,17 @@ def test_router_logits_and_auxiliary_loss_in_one_graph(architecture: str) -> Non
     assert_same_grads(grads, expected_grads)
 
 
+def test_router_logits_are_recorded_once() -> None:
+    """Whether the dense model was asked for them before it was packed, or not."""
+    for asked_before in (False, True):
+        model = make_model("mixtral")
+        if asked_before:
+            logits(model, output_router_logits=True)
+        output = quantize_experts(model)(input_ids=token_ids(), use_cache=False, output_router_logits=True)
+        assert len(output.router_logits) == model.config.num_hidden_layers == 2
+        assert model(input_ids=token_ids(), use_cache=False).router_logits is None
+
+
 def test_fullgraph_with_inductor() -> None:
     model = adapted_model("qwen3_moe").train()
     expected = train_step(model)

@@ -2,7 +2,7 @@
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, maybe_install_capturing_hooks
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 
 def install_capturing(model: nn.Module) -> None:
@@ -11,6 +11,13 @@ def install_capturing(model: nn.Module) -> None:
     transformers does so in the first forward that asks for them, under a lock that torch.compile(fullgraph=True) cannot
     trace. The hooks do nothing in a forward that asks for nothing.
     """
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and "router_logits" in (_CAN_RECORD_REGISTRY.get(module) or {}):
-            maybe_install_capturing_hooks(module)
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    can_record = any("router_logits" in (module._can_record_outputs or {}) for module in models)
+    if can_record and not any(_is_installed(module) for module in models):
+        for module in models:
+            if not _is_installed(module):  # the outer model's installation is that of the models in it, too
+                maybe_install_capturing_hooks(module)
+
+
+def _is_installed(module: PreTrainedModel) -> bool:
+    return getattr(module, "_output_capturing_hooks_installed", False)
