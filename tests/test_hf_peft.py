@@ -104,6 +104,17 @@ def test_golden_adapter_is_saved_as_it_was_read(tmp_path: Path) -> None:
     assert written.keys() == read.keys() and all(torch.equal(written[key], read[key]) for key in read)
 
 
+def test_a_golden_adapter_of_the_other_layout_is_saved_as_one_that_stock_peft_loads(tmp_path: Path) -> None:
+    """PEFT fuses gate and up, each with an A, to twice the rank, and saves that."""
+    packed, dense = golden_models()
+    ids = load_file(ADAPTER / "expected.safetensors")["input_ids"]
+    ours = PeftModel.from_pretrained(packed, ADAPTER / "adapter_2d")
+    ours.save_pretrained(tmp_path)
+    stock = PeftModel.from_pretrained(dense, tmp_path)
+    found, expected = (model(input_ids=ids, use_cache=False).logits for model in (ours, stock))
+    torch.testing.assert_close(found, expected, **SAME)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "both": {},
     "rslora": {"use_rslora": True},

@@ -146,6 +146,16 @@ def test_gate_and_up_with_an_a_each_keep_their_deltas(tmp_path: Path, rslora: bo
         torch.testing.assert_close(delta(experts, "down")[e], parts[2])
 
 
+def test_stock_peft_makes_gate_and_up_stronger_under_rslora(tmp_path: Path) -> None:
+    """The claim of the documentation: by sqrt(2), and so not as the adapter was trained."""
+    _, dense = quantized_and_dense("qwen3_moe", **ONE_LAYER["qwen3_moe"])
+    state = per_expert_adapter(4, names=GATE_UP_DOWN, path="mlp.experts")
+    write(tmp_path, state, use_rslora=True, target_modules=["o_proj", *GATE_UP_DOWN])
+    wrapper = PeftModel.from_pretrained(dense, tmp_path).base_model.model.model.layers[0].mlp.experts.base_layer
+    assert wrapper.parameter_name == "gate_up_proj"
+    assert wrapper.scaling["default"] == pytest.approx(2**0.5 * 8 / 4**0.5)
+
+
 def test_shared_experts_beside_keys_for_each_expert(tmp_path: Path) -> None:
     """A target `down_proj` names both; which of the two is adapted, the keys say."""
     targets = ("experts", "q_proj", "shared_expert.down_proj")
