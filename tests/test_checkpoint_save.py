@@ -173,10 +173,10 @@ def test_what_is_in_memory_is_read_again_from_any_layout(
         assert differences == 0
 
 
-def with_scales(made: Made, role: str, value: float) -> Made:
-    """A ModelOpt checkpoint with this global scale in a projection of every expert."""
+def with_scales(made: Made, role: str, value: float, suffix: str = ".weight_scale_2") -> Made:
+    """A checkpoint (ModelOpt's, by the suffix) with this global scale in a projection of every expert."""
     for key, tensor in made.tensors.items():
-        if key.endswith(f".{role}.weight_scale_2"):
+        if key.endswith(f".{role}{suffix}"):
             tensor.fill_(value)
     return made
 
@@ -186,6 +186,17 @@ def test_what_has_no_divisor_is_counted(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(made.write(tmp_path / "in"))
     done = save_packed(model_of(checkpoint), tmp_path / "out", config=checkpoint.config, layout="compressed-tensors")
     assert done == Written(weights=10, inexact=3)
+
+
+def test_what_is_in_memory_counts_and_not_where_it_came_from(tmp_path: Path) -> None:
+    """A divisor that ModelOpt's multiplier was turned into is read as a neighbour: that is what the model runs with."""
+    made = with_scales(make("compressed"), "down_proj", float(2688 / torch.tensor(1.0234375)), ".weight_global_scale")
+    checkpoint = open_checkpoint(made.write(tmp_path / "in"))
+    (path,) = checkpoint.experts
+    read = checkpoint.load_experts(path).down.global_scale
+    assert (read != torch.tensor(1.0234375) / 2688).all()
+    assert save_packed(model_of(checkpoint), tmp_path / "out", config=checkpoint.config, layout="modelopt").inexact == 0
+    assert torch.equal(open_checkpoint(tmp_path / "out").load_experts(path).down.global_scale, read)
 
 
 def test_gate_and_up_keep_their_own_global_scales(tmp_path: Path) -> None:
@@ -227,6 +238,10 @@ def test_what_cannot_be_written_is_refused_in_words(tmp_path: Path) -> None:
     for projection in PROJECTIONS:
         for factor in ("a", "b"):
             experts.register_parameter(f"{projection}_lora_{factor}", None)
+    experts.register_parameter("extra", sharded := nn.Parameter(torch.ones(1)))
+    sharded.full_tensor = lambda: None  # type: ignore[attr-defined]  # as a DTensor has
+    assert save() == f"{path} is sharded over devices: gather the model on one first"
+    del experts.extra
     put(model, "another", NVFP4Linear(32, 16, format="mxfp4"))
     assert "holds mxfp4 and nvfp4; no layout declares both" in save()
 

@@ -44,8 +44,11 @@ def convert_folder(
             )
         inexact += form.inexact
     with FolderWriter(out, shard_bytes) as writer:
-        for name, tensor in _tensors(checkpoint, forms, progress):
-            writer.add(name, tensor)
+        try:
+            for name, tensor in _tensors(checkpoint, forms, progress):
+                writer.add(name, tensor)
+        except CheckpointError as error:  # of a reader, which names its file, or of what the new layout cannot hold
+            raise error if str(source) in str(error) else CheckpointError(f"{source}: {error}") from None
         quantization = _quantization(checkpoint, forms, layout, format)
         config = _without_quantization(checkpoint.config) | {"quantization_config": quantization}
         hf_quant = hf_quant_config(quantization, get_format(format).block_size)

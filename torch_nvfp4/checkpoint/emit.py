@@ -107,6 +107,8 @@ def _fused_entries(path: str, form: Form, experts: PackedExperts) -> Named:
 
 def _shared(stem: str, scales: Tensor, repeat: int) -> Tensor:
     """One of each `repeat` scales in a row."""
+    if repeat == 1:
+        return scales
     groups = scales.unflatten(-1, (-1, repeat))
     if bool((groups != groups[..., :1]).any()):
         raise CheckpointError(f"tensor {stem!r}: the layout has one scale for {repeat} blocks, and theirs differ")
@@ -144,10 +146,6 @@ def _joined(pieces: list[PackedExperts]) -> PackedExperts:
         for each in ([piece.gate_up_bias for piece in pieces], [piece.down_bias for piece in pieces])
     ]
     return PackedExperts(gate_up, down, *biases)
-
-
-def _is_mxfp4(weight: PackedWeight) -> bool:
-    return weight.scales.dtype == MXFP4.scale_dtype
 
 
 def multipliers_of(weights: PackedExperts | PackedWeight) -> Tensor | None:

@@ -101,6 +101,9 @@ def find_packed(
     if not modules:
         raise CheckpointError(f"{type(model).__name__} has no packed modules")
     _refuse_adapters(model)
+    for path, module in modules.items():
+        if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
+            raise CheckpointError(f"{path} is sharded over devices: gather the model on one first")
     formats = {module.format for module in modules.values()}
     if len(formats) > 1:
         raise CheckpointError(f"{type(model).__name__} holds {' and '.join(sorted(formats))}; no layout declares both")

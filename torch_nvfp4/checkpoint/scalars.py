@@ -65,12 +65,11 @@ def _multiplier_of(divisor: Tensor) -> Tensor:
     """The multiplier that the divisor is read as, unless a neighbour is plainly where the divisor came from.
 
     That is amax / 2688 of a bf16 or fp16 amax, as ModelOpt writes it, of which the divisor is the nearest: 12 % of
-    those have no divisor that is read as them.
+    those have no divisor that is read as them. (No divisor with a bf16 or fp16 value has such a neighbour.)
     """
     candidates, _ = _neighbours(divisor.reciprocal(), 1)
     amax = candidates * GLOBAL_DIVISOR
     plain = (_short(amax) / GLOBAL_DIVISOR == candidates) & (_divisor_of(candidates) == divisor.unsqueeze(-1))
-    plain &= (_short(divisor) != divisor).unsqueeze(-1)
     return _best(candidates, plain.to(torch.int32))
 
 
