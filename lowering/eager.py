@@ -3,14 +3,14 @@
 Nothing here asks the device for a value: grids come from M and E, and programs without rows leave at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import configs, hopper, scratch
+from . import configs, hopper, merge, scratch
 from .kernels import glu, grouped_gemm, shrink, wgrad
 from .launch import (
     TRITON_DTYPE,
@@ -31,34 +31,45 @@ from .weight import Weight
 def grouped_lora_linear(
     x: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
-    *, scaling: float = 1.0, top_k: int = 1,
+    *, scaling: float = 1.0, top_k: int = 1, compute: str = "w4a16", merge_aware: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `ops.cpu`. Two launches: rows gathered and shrunk to u, then the product with everything else in it."""
+    """See `ops.cpu`. Two launches: rows gathered and shrunk to u, then the product with everything else in it.
+
+    merge_aware: two launches for each slice of merged weights in place of the product.
+    """
     check_dtype("grouped_lora_linear", x.dtype)
+    _check_compute("grouped_lora_linear", compute)
     rows, offsets = _contiguous(rows), offsets.contiguous()
     weight = Weight.of(codes, scales, global_scale)
     m = x.shape[0] if rows is None else rows.shape[0]
     u = x.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
-    path = _path(x, m, weight)
+    merging = Merging.of(merge_aware, lora_a, lora_b, scaling)
+    path = _path(x, m, weight, packed=merging is not None)
     gathered = x.new_empty(m, row_width(weight.sizes[2], path))
     _shrink(x, rows, offsets, lora_a, u, gathered, scaling, top_k, by_rank=True, order=ORDER[path])
-    return _linear(gathered, offsets, weight, lora_b, u, bias, None, None, path), u
+    return _linear(gathered, offsets, weight, lora_b, u, bias, None, None, path, merging), u
 
 
 def glu_grouped_lora_linear(
     pre: Tensor, topk_weights: Tensor, rows: Tensor, offsets: Tensor,
     codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
-    *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None,
+    *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None, compute: str = "w4a16",
+    merge_aware: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `ops.cpu`. Three launches: activation × router weight, shrink to u, the product."""
+    """See `ops.cpu`. Three launches: activation × router weight, shrink to u, the product.
+
+    merge_aware: as for `grouped_lora_linear`.
+    """
     check_dtype("glu_grouped_lora_linear", pre.dtype)
+    _check_compute("glu_grouped_lora_linear", compute)
     rows, offsets = rows.contiguous(), offsets.contiguous()
     weight = Weight.of(codes, scales, global_scale)
     e, _, width = weight.sizes
     pre, m = with_unit_stride(pre), pre.shape[0]
     slot_weights = topk_weights.reshape(-1).contiguous()
-    path = _path(pre, m, weight)
+    merging = Merging.of(merge_aware, lora_a, lora_b, scaling)
+    path = _path(pre, m, weight, packed=merging is not None)
     h = pre.new_empty(m, row_width(weight.sizes[2], path))
     u = pre.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
     column_tiles = cdiv(h.shape[1], configs.GLU_COLUMNS)
@@ -69,15 +80,18 @@ def glu_grouped_lora_linear(
         DTYPE=TRITON_DTYPE[pre.dtype], num_warps=4,
     )  # fmt: skip
     _shrink(h, None, offsets, lora_a, u, None, scaling, 1, by_rank=True, x_order=ORDER[path])
-    return _linear(h, offsets, weight, lora_b, u, bias, rows, slot_weights, path), u
+    return _linear(h, offsets, weight, lora_b, u, bias, rows, slot_weights, path, merging), u
 
 
 def grouped_lora_dgrad(
     gy: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None,
-    *, scaling: float = 1.0, top_k: int = 1, need_gx: bool = True,
+    *, scaling: float = 1.0, top_k: int = 1, need_gx: bool = True, merge_aware: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `ops.cpu`. Two launches, or one where the rows need neither a gather nor a shrink."""
+    """See `ops.cpu`. Two launches, or one where the rows need neither a gather nor a shrink.
+
+    merge_aware: as for `grouped_lora_linear`.
+    """
     check_dtype("grouped_lora_dgrad", gy.dtype)
     rows, offsets = _contiguous(rows), offsets.contiguous()
     weight = Weight.of(codes, scales, global_scale)
@@ -90,7 +104,8 @@ def grouped_lora_dgrad(
     _shrink(gy, rows, offsets, lora_b, v, gathered, scaling, top_k, by_rank=False)
     if not need_gx:
         return gy.new_empty(0, weight.sizes[2]), v
-    return _dgrad(gy if gathered is None else gathered, offsets, weight, lora_a, v), v
+    merging = Merging.of(merge_aware, lora_a, lora_b, scaling)
+    return _dgrad(gy if gathered is None else gathered, offsets, weight, lora_a, v, merging), v
 
 
 def grouped_lora_wgrad(
@@ -149,6 +164,11 @@ def glu_backward(
     return gpre, h, gw
 
 
+def _check_compute(op: str, compute: str) -> None:
+    if compute != "w4a16":
+        raise NotImplementedError(f"nvfp4::{op} has no CUDA kernel for compute={compute!r}")
+
+
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
@@ -196,13 +216,44 @@ ORDER = {Path.LOOP: shrink.SPLIT.value, Path.HOPPER: shrink.FRAGMENT.value, Path
 """The column order in which y = x Wᵀ wants x; gx = gy W takes gy as it is."""
 
 
-def _path(x: Tensor, m: int, weight: Weight, *, transposed: bool = False) -> Path:
+def _path(x: Tensor, m: int, weight: Weight, *, transposed: bool = False, packed: bool = False) -> Path:
+    """The way of a product; `packed` rules the scratch out, whose slices are decoded."""
     e, n, _ = weight.sizes
-    scratch_fits = configs.use_scratch(m, e, n, weight.global_scale.shape[1], x.dtype, x.device.index)
+    scratch_fits = not packed and configs.use_scratch(m, e, n, weight.global_scale.shape[1], x.dtype, x.device.index)
     if hopper.supports(weight, x, transposed=transposed):
         many = transposed and configs.rows_per_expert(m, e) >= configs.HOPPER_DGRAD_ROWS
         return Path.SCRATCH if scratch_fits and many else Path.HOPPER
     return Path.SCRATCH if scratch_fits else Path.LOOP
+
+
+class Merging(NamedTuple):
+    """The factors that a merge-aware product puts into its weight."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    @classmethod
+    def of(cls, merge_aware: bool, a: Tensor | None, b: Tensor | None, scaling: float) -> "Merging | None":
+        return cls(a, b, scaling) if merge_aware and a is not None and b is not None else None
+
+
+class Part(NamedTuple):
+    """Experts of a weight that one product takes, and the end rows of these alone."""
+
+    weight: Weight
+    offsets: Tensor
+    experts: slice
+    after: bool
+
+    @classmethod
+    def all(cls, weight: Weight, offsets: Tensor, merging: Merging | None) -> "Iterator[Part]":
+        """The weight as it is, or, merged, slice after slice."""
+        if merging is None:
+            yield cls(weight, offsets, slice(None), False)
+            return
+        for piece in merge.slices(weight, *merging):
+            yield cls(piece.weight, offsets[piece.experts], piece.experts, piece.first > 0)
 
 
 def row_width(c: int, path: Path) -> int:
@@ -221,59 +272,86 @@ def _scratch_product(
 
 def _linear(
     x: Tensor, offsets: Tensor, weight: Weight, lora_b: Tensor | None, u: Tensor, bias: Tensor | None,
-    slots: Tensor | None, slot_weights: Tensor | None, path: Path,
+    slots: Tensor | None, slot_weights: Tensor | None, path: Path, merging: Merging | None = None,
 ) -> Tensor:  # fmt: skip
     """y `[M, N]` from routed rows in the column order of `path`; `slot_weights` weight the bias."""
-    e, n, _ = weight.sizes
-    m, dtype = x.shape[0], x.dtype
     if bias is None:
         slots = slot_weights = None
-    if path is Path.HOPPER:
-        return hopper.product(x, offsets, weight, _contiguous(lora_b), u, _contiguous(bias), slots, slot_weights)
+    lora_b, bias = _contiguous(lora_b), _contiguous(bias)
     if path is Path.SCRATCH:
-        epilogue = scratch.Epilogue(_contiguous(lora_b), u, _contiguous(bias), slots, slot_weights)
-        return _scratch_product(x, offsets, weight, epilogue, transposed=False)
+        return _scratch_product(
+            x, offsets, weight, scratch.Epilogue(lora_b, u, bias, slots, slot_weights), transposed=False
+        )
+    y = x.new_empty(x.shape[0], weight.sizes[1])
+    if merging is not None:
+        lora_b, u = None, u[:, :0]
+    run = hopper.product if path is Path.HOPPER else _loop_linear
+    for part in Part.all(weight, offsets, merging):
+        run(
+            x, part.offsets, part.weight, lora_b, u, None if bias is None else bias[part.experts], slots, slot_weights,
+            out=y, after=part.after,
+        )  # fmt: skip
+    return y
+
+
+def _loop_linear(
+    x: Tensor, offsets: Tensor, weight: Weight, lora_b: Tensor | None, u: Tensor, bias: Tensor | None,
+    slots: Tensor | None, slot_weights: Tensor | None, *, out: Tensor, after: bool,
+) -> None:  # fmt: skip
+    """As `hopper.product`, in a kernel for every card; x is in SPLIT order."""
+    e, n, _ = weight.sizes
+    m, dtype = x.shape[0], x.dtype
     limit, has_tma = configs.device_limits(x.device.index)
     config = configs.linear_config(configs.rows_per_expert(m, e), dtype, limit)
-    y = x.new_empty(m, n)
     tiles = tma_descriptor(x, [config.tokens, config.bytes], has_tma)
     launch(
         grouped_gemm.grouped_linear,
         (_row_tiles(m, e, config.tokens) * cdiv(n, config.outputs),), x.device,
-        x if tiles is None else tiles, weight.codes, weight.scales, weight.global_scale, _contiguous(lora_b), u,
-        _contiguous(bias), slots, slot_weights, offsets, y, n, u.shape[1],
+        x if tiles is None else tiles, weight.codes, weight.scales, weight.global_scale, lora_b, u, bias, slots,
+        slot_weights, offsets, out, n, u.shape[1],
         R=padded_rank(u.shape[1]), X_WIDTH=x.shape[1], TOKENS=config.tokens, OUTPUTS=config.outputs,
         BYTES=config.bytes, STAGES=config.stages, TMA=tiles is not None, PACKED_ASM=_packed_asm(weight, dtype, has_tma),
         WGMMA=configs.family(x.device.index) == 9, PRECISION=precision(dtype), WEIGHTED_BIAS=slots is not None,
-        DTYPE=TRITON_DTYPE[dtype], **weight.constants,
-        num_warps=config.warps,
+        DTYPE=TRITON_DTYPE[dtype], AFTER=after, **weight.constants, num_warps=config.warps,
     )  # fmt: skip
-    return y
 
 
-def _dgrad(gy: Tensor, offsets: Tensor, weight: Weight, lora_a: Tensor | None, v: Tensor) -> Tensor:
+def _dgrad(
+    gy: Tensor, offsets: Tensor, weight: Weight, lora_a: Tensor | None, v: Tensor, merging: Merging | None = None
+) -> Tensor:
     """gx `[M, C]` from gathered, contiguous rows."""
+    lora_a = _contiguous(lora_a)
+    path = _path(gy, gy.shape[0], weight, transposed=True, packed=merging is not None)
+    if path is Path.SCRATCH:
+        return _scratch_product(gy, offsets, weight, scratch.Epilogue(lora_a, v), transposed=True)
+    gx = gy.new_empty(gy.shape[0], weight.sizes[2])
+    if merging is not None:
+        lora_a, v = None, v[:, :0]
+    for part in Part.all(weight, offsets, merging):
+        if path is Path.HOPPER:
+            hopper.product(gy, part.offsets, part.weight, lora_a, v, out=gx, transposed=True, after=part.after)
+        else:
+            _loop_dgrad(gy, part.offsets, part.weight, lora_a, v, out=gx, after=part.after)
+    return gx
+
+
+def _loop_dgrad(
+    gy: Tensor, offsets: Tensor, weight: Weight, lora_a: Tensor | None, v: Tensor, *, out: Tensor, after: bool
+) -> None:
     e, n, c = weight.sizes
     m, dtype = gy.shape[0], gy.dtype
-    path = _path(gy, m, weight, transposed=True)
-    if path is Path.HOPPER:
-        return hopper.product(gy, offsets, weight, _contiguous(lora_a), v, transposed=True)
-    if path is Path.SCRATCH:
-        return _scratch_product(gy, offsets, weight, scratch.Epilogue(_contiguous(lora_a), v), transposed=True)
     limit, has_tma = configs.device_limits(gy.device.index)
     config = configs.dgrad_config(configs.rows_per_expert(m, e), dtype, limit)
-    gx = gy.new_empty(m, c)
     rows = tma_descriptor(gy, [config.tokens, config.depth], has_tma)
     launch(
         grouped_gemm.grouped_dgrad,
         (_row_tiles(m, e, config.tokens) * cdiv(c // 2, config.bytes),), gy.device,
-        gy if rows is None else rows, weight.codes, weight.scales, weight.global_scale, _contiguous(lora_a), v,
-        offsets, gx, n, v.shape[1],
+        gy if rows is None else rows, weight.codes, weight.scales, weight.global_scale, lora_a, v,
+        offsets, out, n, v.shape[1],
         R=padded_rank(v.shape[1]), TOKENS=config.tokens, BYTES=config.bytes, DEPTH=config.depth,
         STAGES=config.stages, TMA=rows is not None, PACKED_ASM=_packed_asm(weight, dtype, has_tma),
-        PRECISION=precision(dtype), DTYPE=TRITON_DTYPE[dtype], **weight.constants, num_warps=config.warps,
+        PRECISION=precision(dtype), DTYPE=TRITON_DTYPE[dtype], AFTER=after, **weight.constants, num_warps=config.warps,
     )  # fmt: skip
-    return gx
 
 
 CUDA_KERNELS: dict[str, Callable[..., Any]] = {

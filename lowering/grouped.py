@@ -21,16 +21,25 @@ from .templates import OUTPUT, TRITON_NAMES, Grid, Launch, Variant
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
+_PLAIN = {"compute": "w4a16", "merge_aware": False}
+"""What the templates compute; anything else is the eager kernel's."""
+
+
 def _lowers(op: Any, lower: Callable[..., Any]) -> Callable[..., Any]:
-    """`lower`, or the eager kernel as one call where there is no Triton kernel for the arguments or nothing to do."""
+    """`lower`, or the eager kernel as one call where there is no template for the arguments or nothing to do.
+
+    Merge-aware products are such calls: their weights are merged in slices to a scratch.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        numbers = {name: kwargs.pop(name) for name in _PLAIN if name in kwargs}
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, TensorBox)]
         first = tensors[0]
         empty_input = any(is_known_to_be(size, 0) for t in tensors for size in t.get_size())
         supported = first.get_dtype() in TRITON_NAMES and _runs_on(device_of(first))
-        if empty_input or not supported:
-            return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+        plain = all(_PLAIN[name] == value for name, value in numbers.items())
+        if empty_input or not supported or not plain:
+            return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs, **numbers)
         return lower(*args, **kwargs)
 
     return run

@@ -35,17 +35,20 @@ def supports(weight: Weight, x: Tensor, *, transposed: bool) -> bool:
 
 def product(
     x: Tensor, offsets: Tensor, weight: Weight, factor: Tensor | None, u: Tensor, bias: Tensor | None = None,
-    slots: Tensor | None = None, slot_weights: Tensor | None = None, *, transposed: bool = False,
-) -> Tensor:  # fmt: skip
-    """y `[M, N]` from rows in FRAGMENT order, or, transposed, gx `[M, C]` from rows as they are."""
+    slots: Tensor | None = None, slot_weights: Tensor | None = None, *, out: Tensor, transposed: bool = False,
+    after: bool = False,
+) -> None:  # fmt: skip
+    """Write y `[M, N]` from rows in FRAGMENT order, or, transposed, gx `[M, C]` from rows as they are.
+
+    after: the experts are some of more, and `offsets` is preceded by the end row of the expert before.
+    """
     kernels = _kernels()
     assert kernels is not None
     e, n, c = weight.sizes
     m, dtype = x.shape[0], x.dtype
     out_width, depth = (c, n) if transposed else (n, c)
-    out = x.new_empty(m, out_width)
     if m == 0:
-        return out
+        return
     config = configs.hopper_config(configs.rows_per_expert(m, e), transposed)
     tiles_m = cdiv(out_width, kernels.OUTPUTS)
     tiles = (m // config.tokens + e) * tiles_m
@@ -57,7 +60,6 @@ def product(
         tiles, tiles_m, programs,
         R=padded_rank(u.shape[1]), TOKENS=config.tokens, STEPS=cdiv(depth, kernels.DEPTH), STAGES=config.stages,
         WARPS=config.warps, TRANSPOSED=transposed, WEIGHTED_BIAS=slots is not None,
-        RAGGED=out_width % kernels.OUTPUTS != 0, DTYPE=TRITON_DTYPE[dtype], **weight.constants,
+        RAGGED=out_width % kernels.OUTPUTS != 0, DTYPE=TRITON_DTYPE[dtype], AFTER=after, **weight.constants,
         num_warps=config.warps, maxnreg=kernels.MAX_REGISTERS[config.warps],
     )  # fmt: skip
-    return out

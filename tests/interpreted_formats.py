@@ -16,7 +16,8 @@ from torch import Tensor
 
 from torch_nvfp4 import format as formats
 from torch_nvfp4.format import FORMATS
-from torch_nvfp4.lowering import pack
+from torch_nvfp4.lowering import merge, pack
+from torch_nvfp4.ops.merge import merge_lora
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -83,6 +84,45 @@ def check_drawn(dtype: torch.dtype, fmt: str) -> None:
     run()
 
 
+@st.composite
+def merges(draw: st.DrawFn, fmt: str) -> tuple[Tensor, ...]:
+    """A packed weight of any bytes, or quantised from values, and factors of any magnitude, some of them zero."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    e, n, blocks, r = (draw(st.integers(1, most)) for most in (3, 9, 3, 5))
+    halves = draw(st.integers(1, 2)) if fmt == "nvfp4" else 1
+    n, c = 2 * n if halves == 2 else n, blocks * FORMATS[fmt].block_size
+    global_scale = torch.rand(e, halves, generator=generator) * draw(st.sampled_from((1.0, 1e-3, 1e-40, 0.0)))
+    if fmt == "mxfp4":
+        global_scale = torch.ones(e, 1)
+    if draw(st.booleans()):
+        codes = torch.randint(0, 256, (e, n, c // 2), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(0, 256, (e, n, blocks), generator=generator, dtype=torch.uint8)
+        scales = scales.view(FORMATS[fmt].scale_dtype)
+    else:
+        weight, given_scale = torch.randn(e, n, c, generator=generator), global_scale if fmt == "nvfp4" else None
+        codes, scales, _ = formats.quantize(weight, given_scale, fmt, check_finite=False)
+    size = 2.0 ** draw(st.sampled_from((-70, -8, 0, 40)))
+    dtype = draw(st.sampled_from(DTYPES))
+    a = (torch.randn(e, r, c, generator=generator) * size * torch.randint(0, 2, (e, 1, c), generator=generator)).to(
+        dtype
+    )
+    b = (torch.randn(e, n, r, generator=generator) * size * torch.randint(0, 2, (e, n, 1), generator=generator)).to(
+        dtype
+    )
+    a, b = (strided(factor, draw(st.sampled_from(STRIDES))) for factor in (a, b))
+    return codes, scales, global_scale, a, b
+
+
+def check_merges(fmt: str) -> None:
+    @settings(max_examples=60)
+    @given(merges(fmt), st.sampled_from((2.0, 0.3, 0.0)))
+    def run(drawn: tuple[Tensor, ...], scaling: float) -> None:
+        got, wanted = merge.merge_lora(*drawn, scaling), merge_lora(*drawn, scaling)
+        assert torch.equal(got[0], wanted[0]) and torch.equal(got[1].view(torch.uint8), wanted[1].view(torch.uint8))
+
+    run()
+
+
 def check_every_byte(fmt: str) -> None:
     """Every byte of codes under every scale byte."""
     size = FORMATS[fmt].block_size // 2
@@ -110,6 +150,8 @@ if __name__ == "__main__":
     check_large()
     for name in FORMATS:
         check_every_byte(name)
+        check_merges(name)
+        print(f"{name} merged ok", flush=True)
         for kind in DTYPES:
             check_drawn(kind, name)
             print(f"{name} {kind} ok", flush=True)

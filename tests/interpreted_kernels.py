@@ -19,7 +19,7 @@ from strategies import make_layer, strided
 from torch import Tensor
 
 import torch_nvfp4  # noqa: F401  (registers the ops)
-from torch_nvfp4.lowering import configs, eager
+from torch_nvfp4.lowering import configs, eager, merge
 from torch_nvfp4.ops import cpu, routing
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -93,8 +93,9 @@ def check_route() -> None:
             assert torch.equal(got, wanted), (name, t, k, e, pattern)
 
 
-def check_layer(**sizes: object) -> None:
+def check_layer(merge_aware: bool = False, **sizes: object) -> None:
     """Every grouped op of one layer, forward and backward, on the same inputs."""
+    numbers = {"merge_aware": merge_aware}
     layer = make_layer(**sizes)
     options = {k: layer.options[k] for k in ("activation", "limit")}
     dtype, top_k = layer.x.dtype, layer.topk_ids.shape[1]
@@ -114,15 +115,16 @@ def check_layer(**sizes: object) -> None:
         return [w if w.shape[:1] != rows.shape else _poisoned(w, offsets) for w in wanted]
 
     gate_up, down = projection("gate_up"), projection("down")
-    pre, _ = both("grouped_lora_linear", layer.x, rows, offsets, *gate_up, layer.gate_up_bias, scaling=2.0, top_k=top_k)
+    pre, _ = both("grouped_lora_linear", layer.x, rows, offsets, *gate_up, layer.gate_up_bias, scaling=2.0, top_k=top_k,
+                  **numbers)  # fmt: skip
     y, u = both("glu_grouped_lora_linear", pre, layer.topk_weights, rows, offsets, *down, layer.down_bias,
-                scaling=0.5, **options)  # fmt: skip
+                scaling=0.5, **options, **numbers)  # fmt: skip
     out = routing.combine(y, inverse, top_k, dtype)
     compare("combine", eager.combine(y, inverse, top_k, dtype), out, dtype)
     gy = torch.randn(out.shape).to(dtype)
-    gh, v = both("grouped_lora_dgrad", gy, rows, offsets, *down, scaling=0.5, top_k=top_k)
+    gh, v = both("grouped_lora_dgrad", gy, rows, offsets, *down, scaling=0.5, top_k=top_k, **numbers)
     gpre, h, _ = both("glu_backward", pre, layer.topk_weights, gh, rows, offsets, gy, rows, layer.down_bias, **options)
-    both("grouped_lora_dgrad", gpre, None, offsets, *gate_up, scaling=2.0)
+    both("grouped_lora_dgrad", gpre, None, offsets, *gate_up, scaling=2.0, **numbers)
     for p, p_rows, q, q_rows in (
         (v, None, h, None),
         (gy, rows, u, None),
@@ -151,6 +153,9 @@ LAYERS: dict[str, dict[str, Any]] = {
         dtype=F16, fmt="mxfp4", t=2, k=1, e=1, i=32, stride_of=lambda tensor: strided(tensor, "sliced")
     ),
     "no tokens": dict(dtype=BF16, t=0),
+    "merge-aware bf16 bias": dict(dtype=BF16, bias=True, pattern="sentinel", h=48, t=40, e=5, merge_aware=True),
+    "merge-aware mxfp4": dict(dtype=F32, fmt="mxfp4", h=96, i=32, merge_aware=True),
+    "merge-aware, one projection": dict(dtype=BF16, ranks=(None, 3), merge_aware=True),
 }
 
 
@@ -158,6 +163,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
     use_cpu_tensors()
+    merge.SLICE_BYTES = 4096  # several slices of experts, even here
     check_route()
     print("route ok", flush=True)
     for case, sizes in LAYERS.items():

@@ -172,6 +172,19 @@ def _dequantize(case: Case) -> list[Sample]:
     return samples
 
 
+def _merge_lora(case: Case) -> list[Sample]:
+    samples = []
+    for fmt, dtype in (("nvfp4", torch.float32), ("mxfp4", torch.bfloat16)):
+        weight = _weight(case.layer(fmt=fmt, h=64, e=max(case.t, 1)), "gate_up")
+        arguments: dict[str, Any] = {name.removeprefix("lora_"): part[: case.t] for name, part in weight.items()}
+        arguments |= {name: arguments[name].to(dtype) for name in "ab"} | {"scaling": 0.5}
+        samples.append(Sample("merge_lora", fmt, arguments, (), (*weight, "a", "b")))
+    return samples
+
+
+NUMBERS = {"compute": "w4a4", "merge_aware": True}
+
+
 def _moe_route(case: Case) -> list[Sample]:
     return [Sample("moe_route", "ids", {"topk_ids": case.layer().topk_ids, "num_experts": E}, (), ("topk_ids",))]
 
@@ -186,6 +199,8 @@ def _grouped_lora_linear(case: Case) -> list[Sample]:
         Sample("grouped_lora_linear", "gathered", {**gathered, "scaling": 2.0, "top_k": K},
                ("x", "lora_a", "lora_b", "bias"), ("x", "rows")),
         Sample("grouped_lora_linear", "in_order", plain, ("x",), ("x",)),
+        Sample("grouped_lora_linear", "merged_w4a4", {**gathered, "scaling": 2.0, "top_k": K, **NUMBERS},
+               ("x", "lora_a", "lora_b", "bias"), ("x", "rows")),
     ]  # fmt: skip
 
 
@@ -203,6 +218,7 @@ def _grouped_lora_dgrad(case: Case) -> list[Sample]:
     return [
         Sample("grouped_lora_dgrad", "gathered", gathered, (), ("gy", "rows")),
         Sample("grouped_lora_dgrad", "in_order", in_order, (), ("gy",)),
+        Sample("grouped_lora_dgrad", "merged", {**gathered, "merge_aware": True}, (), ("gy", "rows")),
         Sample("grouped_lora_dgrad", "v_only", {**in_order, "need_gx": False}, (), ("gy",)),
     ]
 
@@ -220,17 +236,22 @@ def _grouped_lora_wgrad(case: Case) -> list[Sample]:
 
 def _glu_grouped_lora_linear(case: Case) -> list[Sample]:
     samples = []
-    for activation, limit, bias in (("silu", None, False), ("swiglu_oai", 0.7, True), ("relu2", None, False)):
+    for name, activation, limit, bias, numbers in (
+        ("silu", "silu", None, False, {}),
+        ("swiglu_oai", "swiglu_oai", 0.7, True, {}),
+        ("relu2", "relu2", None, False, {}),
+        ("merged_w4a4", "silu", None, True, NUMBERS),
+    ):
         layer = case.layer(bias=bias)
         arguments = {
             "pre": _normal(case.t * K, I if activation == "relu2" else 2 * I),
             "topk_weights": layer.topk_weights,
         }
         arguments |= _routing(layer) | _weight(layer, "down") | {"bias": layer.down_bias}
-        arguments |= {"scaling": 0.5, "activation": activation, "limit": limit}
+        arguments |= {"scaling": 0.5, "activation": activation, "limit": limit, **numbers}
         differentiable = ("pre", "topk_weights", "lora_a", "lora_b", *(("bias",) if bias else ()))
         token_side = ("pre", "topk_weights", "rows")
-        samples.append(Sample("glu_grouped_lora_linear", activation, arguments, differentiable, token_side))
+        samples.append(Sample("glu_grouped_lora_linear", name, arguments, differentiable, token_side))
     return samples
 
 
@@ -264,9 +285,11 @@ def _moe_lora(case: Case) -> list[Sample]:
         "silu": {},
         "swiglu_oai": dict(activation="swiglu_oai", limit=0.7, bias=True, dtype=torch.bfloat16),
         "relu2_mxfp4": dict(activation="relu2", fmt="mxfp4", h=64, ranks=(None, 5)),
+        "merged_w4a4": {},
     }.items():
         layer = case.layer(**options)
         arguments = {k: v for k, v in (layer.tensors | layer.options).items() if v is not None}
+        arguments |= NUMBERS if name == "merged_w4a4" else {}
         token_side = ("x", "topk_ids", "topk_weights")
         samples.append(Sample("moe_lora", name, arguments, tuple(layer.differentiable), token_side))
     return samples
@@ -276,6 +299,7 @@ MAKERS: dict[str, Callable[[Case], list[Sample]]] = {
     "quantize": partial(_quantize, "quantize"),
     "dequantize": _dequantize,
     "fake_quantize": partial(_quantize, "fake_quantize"),
+    "merge_lora": _merge_lora,
     "moe_route": _moe_route,
     "grouped_lora_linear": _grouped_lora_linear,
     "grouped_lora_dgrad": _grouped_lora_dgrad,

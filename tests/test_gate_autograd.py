@@ -128,7 +128,7 @@ def test_ops_without_a_derivative_say_so(sample: Sample) -> None:
         result.sum().backward()
 
 
-@pytest.mark.parametrize("sample", [s for s in ALL if s.op in ("quantize", "moe_route")], ids=str)
+@pytest.mark.parametrize("sample", [s for s in ALL if s.op in ("quantize", "merge_lora", "moe_route")], ids=str)
 def test_ops_into_bytes_or_integers_are_never_differentiable(sample: Sample) -> None:
     results = sample.leaves(tuple(float_arguments(sample))).run()
     assert not any(result.requires_grad for result in results)

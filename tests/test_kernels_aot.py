@@ -10,10 +10,22 @@ import triton.language as tl
 from ahead_of_time import SHARED_MEMORY, build, family, unsettled_products
 
 from torch_nvfp4.lowering import configs, pack
-from torch_nvfp4.lowering.kernels import combine, dequantize, glu, grouped_gemm, quantize, route, scratch, shrink, wgrad
+from torch_nvfp4.lowering import merge as merge_launcher
+from torch_nvfp4.lowering.kernels import (
+    combine,
+    dequantize,
+    glu,
+    grouped_gemm,
+    merge,
+    quantize,
+    route,
+    scratch,
+    shrink,
+    wgrad,
+)
 from torch_nvfp4.lowering.launch import TRITON_DTYPE, precision
 
-SIZES = dict(E_POW2=128, C=2048, B=16, S=2, R=16, UNIT=128.0, DTYPE=tl.bfloat16, PRECISION=None)
+SIZES = dict(E_POW2=128, C=2048, B=16, S=2, R=16, UNIT=128.0, DTYPE=tl.bfloat16, PRECISION=None, AFTER=False)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MATRIX_INSTRUCTION = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.sync"}
 """By family; float32 runs on the ordinary cores of all of them."""
@@ -153,6 +165,16 @@ def _format_kernels(block: int) -> dict[str, tuple[Any, dict[str, Any]]]:
         "quantize": (quantize.quantize, tile | dict(out=None)),
         "fake_quantize": (quantize.quantize, tile | dict(codes=None, scales=None)),
         "dequantize": (dequantize.dequantize, tile),
+        "merge": (
+            merge.merge,
+            dict(
+                C=2048,
+                B=block,
+                S=1 if block == 32 else 2,
+                ROWS=merge_launcher.ROWS,
+                BLOCKS=merge_launcher.ELEMENTS // merge_launcher.ROWS // block,
+            ),
+        ),
         "partial_amax": (quantize.partial_amax, dict(SIZE=pack.ELEMENTS)),
         "computed_scale": (quantize.computed_scale, dict(SIZE=pack.AMAX_PROGRAMS)),
     }
@@ -167,10 +189,10 @@ def _format_kernels(block: int) -> dict[str, tuple[Any, dict[str, Any]]]:
 )  # fmt: skip
 def test_quantising_divides_exactly_and_fuses_nothing_fault_a21(arch: int, block: int, x: str, size: str) -> None:
     """i64 is what a launch makes of a size from 2^31 on."""
-    types = dict(x=x, out=x, blocks=size, total=size)
+    types = dict(x=x, out=x, blocks=size, total=size, a=x, b=x, out_codes="*u8", out_scales="*u8")
     for name, (kernel, constants) in _format_kernels(block).items():
         ptx = build(kernel, arch, constants, types, enable_fp_fusion=False).asm["ptx"]
-        divides = name in ("quantize", "fake_quantize", "computed_scale")
+        divides = name in ("quantize", "fake_quantize", "computed_scale", "merge")
         assert ("div.rn.f32" in ptx) == divides, name
         for inexact in (".ftz", "div.full", "div.approx", "rcp", "fma"):
             assert inexact not in ptx, (name, inexact)

@@ -66,7 +66,6 @@ LAYER_CASES: dict[str, Change] = {
     "limit without a clamp": with_option(activation="gelu", limit=1.0),
     "limit of 0": with_option(limit=0.0),
     "compute": with_option(compute="w4a8"),
-    "merge_aware": with_option(merge_aware=True),
     "relu2 with a gated weight": with_option(activation="relu2"),
 }
 
@@ -74,6 +73,7 @@ SAMPLES = {sample.op: sample for sample in reversed(samples())}
 OP_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "route: one-dimensional ids": ("moe_route", {"topk_ids": torch.zeros(3, dtype=torch.int64)}),
     "route: no expert": ("moe_route", {"num_experts": 0}),
+    "merge: a of another width": ("merge_lora", {"a": torch.zeros(6, 3, 48)}),
     "linear: rows do not fit": ("grouped_lora_linear", {"rows": torch.zeros(17, dtype=torch.int32)}),
     "linear: rows of int64": ("grouped_lora_linear", {"rows": torch.zeros(18, dtype=torch.int64)}),
     "linear: top_k = 0": ("grouped_lora_linear", {"top_k": 0}),
@@ -170,9 +170,7 @@ limit without a clamp
 limit of 0
   ValueError: moe_lora: limit must be positive, got 0.0
 compute
-  ValueError: moe_lora: compute must be one of w4a16, got 'w4a8'
-merge_aware
-  ValueError: moe_lora: merge_aware=True is not available in this version
+  ValueError: moe_lora: compute must be one of w4a16, w4a4, got 'w4a8'
 relu2 with a gated weight
   ValueError: moe_lora: down_codes has I = 16, but gate_up_codes has I = 32 (down_codes must be [E, H, I/2], got [5, 32, 8])
 """,
@@ -187,6 +185,8 @@ route: one-dimensional ids
   ValueError: moe_route: topk_ids must be [T, K], got [3]
 route: no expert
   ValueError: moe_route: num_experts must be at least 1, got 0
+merge: a of another width
+  ValueError: merge_lora: a has C = 48, but codes has C = 64 (a must be [E, R, C], got [6, 3, 48])
 linear: rows do not fit
   ValueError: grouped_lora_linear: rows has M = 17, but x has 6 rows of 3 slots each
 linear: rows of int64

@@ -108,11 +108,11 @@ def grouped_linear(
     E, E_POW2: tl.constexpr, C: tl.constexpr, B: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     X_WIDTH: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PACKED_ASM: tl.constexpr, WGMMA: tl.constexpr, PRECISION: tl.constexpr,
-    WEIGHTED_BIAS: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr,
+    WEIGHTED_BIAS: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(N, OUTPUTS)
     tile = tl.program_id(0)
-    expert, row, end = locate_tile(tile // tiles_n, offsets, E, E_POW2, TOKENS)
+    expert, row, end = locate_tile(tile // tiles_n, offsets, E, E_POW2, TOKENS, AFTER)
     if row < end:
         linear_tile(
             x, codes, scales, global_scale, lora_b, u, bias, slots, slot_weights, y, expert, row, end,
@@ -153,12 +153,12 @@ def grouped_dgrad(
     gy, codes, scales, global_scale, lora_a, v, offsets, gx, N, lora_r,
     E, E_POW2: tl.constexpr, C: tl.constexpr, B: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     TOKENS: tl.constexpr, BYTES: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
-    PACKED_ASM: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr,
+    PACKED_ASM: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     """Tiles of gx; the accumulators of even and of odd columns meet when they are stored."""
     tiles_c: tl.constexpr = (C // 2 + BYTES - 1) // BYTES
     program = tl.program_id(0)
-    expert, row, end = locate_tile(program // tiles_c, offsets, E, E_POW2, TOKENS)
+    expert, row, end = locate_tile(program // tiles_c, offsets, E, E_POW2, TOKENS, AFTER)
     if row < end:
         byte = program % tiles_c * BYTES
         even = tl.zeros((TOKENS, BYTES), tl.float32)

@@ -141,14 +141,19 @@ or.b32 $0, m, n;
 
 
 @gluon.jit
-def _locate_tile(tile, offsets, E, E_POW2: gl.constexpr, BLOCK: gl.constexpr):
+def _locate_tile(tile, offsets, E, E_POW2: gl.constexpr, BLOCK: gl.constexpr, AFTER: gl.constexpr):
     """`tiles.locate_tile`, each warp for itself."""
+    if AFTER:
+        tile += gl.load(offsets - 1) // BLOCK
     LAYOUT: gl.constexpr = gl.BlockedLayout([E_POW2 // 32 if E_POW2 > 32 else 1], [32], [gl.num_warps()], [0])
     experts = gl.arange(0, E_POW2, LAYOUT)
     ends = gl.load(offsets + experts, mask=experts < E, other=0)
     before = (ends // BLOCK + experts + 1 <= tile) & (experts < E)
     expert = gl.sum(before.to(gl.int32), 0)
-    begin = gl.load(offsets + expert - 1, mask=(expert > 0) & (expert < E), other=0)
+    has_begin = (expert > 0) & (expert < E)
+    if AFTER:
+        has_begin = expert < E
+    begin = gl.load(offsets + expert - 1, mask=has_begin, other=0)
     end = gl.load(offsets + expert, mask=expert < E, other=0)
     row = begin + (tile - begin // BLOCK - expert) * BLOCK
     return expert, row, end
@@ -186,13 +191,13 @@ def _k_of_step(step, first, STEPS: gl.constexpr, TWO: gl.constexpr):
 def _produce(
     x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles, tiles_m, programs,
     E, E_POW2: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
-    TRANSPOSED: gl.constexpr, S: gl.constexpr,
+    TRANSPOSED: gl.constexpr, S: gl.constexpr, AFTER: gl.constexpr,
 ):  # fmt: skip
     """Keep the ring filled: for each step the codes and two tiles of x, on one barrier."""
     BYTES: gl.constexpr = _M * _K // 2 + TOKENS * _K * 2
     count = 0
     for tile in range(gl.program_id(0), tiles, programs):
-        expert, row, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS)
+        expert, row, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS, AFTER)
         if row < end:
             m = tile % tiles_m * _M
             first = 0
@@ -466,7 +471,7 @@ def _consume(
     E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
     TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, RAGGED: gl.constexpr, UNIT: gl.constexpr,
-    DTYPE: gl.constexpr,
+    DTYPE: gl.constexpr, AFTER: gl.constexpr,
 ):  # fmt: skip
     """Of every tile: decode and multiply step by step, then scale, LoRA, bias and store."""
     MX: gl.constexpr = B == 32
@@ -477,7 +482,7 @@ def _consume(
 
     count = 0
     for tile in range(gl.program_id(0), tiles, programs):
-        expert, row, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS)
+        expert, row, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS, AFTER)
         if row < end:
             m0 = tile % tiles_m * _M
             first = 0
@@ -566,7 +571,7 @@ def grouped_product(
     E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
     TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, RAGGED: gl.constexpr, UNIT: gl.constexpr,
-    DTYPE: gl.constexpr,
+    DTYPE: gl.constexpr, AFTER: gl.constexpr,
 ):  # fmt: skip
     """x: a descriptor of `[TOKENS, DEPTH]` boxes; codes: of the codes as int16, see `code_boxes`."""
     x_ring = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, _K], x.layout)
@@ -582,10 +587,10 @@ def grouped_product(
             (_consume, (
                 full, empty, x_ring, codes_ring, scales, global_scale, factor, u, bias, slots, slot_weights, offsets,
                 out, N, out_width, lora_r, tiles, tiles_m, programs, E, E_POW2, C, B, S, R, TOKENS, STEPS, STAGES,
-                WARPS, TRANSPOSED, WEIGHTED_BIAS, RAGGED, UNIT, DTYPE)),
+                WARPS, TRANSPOSED, WEIGHTED_BIAS, RAGGED, UNIT, DTYPE, AFTER)),
             (_produce, (
                 x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles, tiles_m, programs,
-                E, E_POW2, TOKENS, STEPS, STAGES, TRANSPOSED, S)),
+                E, E_POW2, TOKENS, STEPS, STAGES, TRANSPOSED, S, AFTER)),
         ],
         [1], [24],
     )  # fmt: skip

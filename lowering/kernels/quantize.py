@@ -71,31 +71,36 @@ def _e2m1_code(magnitude):
 
 
 @triton.jit
+def encode(tile, g, B: tl.constexpr, MX: tl.constexpr):
+    """(codes `[N, B/2]`, scale bytes `[N]`), both uint8, of fp32 blocks `[N, B]` under global scales `[N]`."""
+    NAN: tl.constexpr = 0xFF if MX else 0x7F
+    amax_bits = tl.max(_magnitude_bits(tile), 1)
+    finite = amax_bits < 0x7F800000
+    byte, divisor = _block_scales(amax_bits, g, MX)
+    byte = tl.where(finite, byte, NAN)
+    # A divisor that underflowed to 0 would make 0/0; dividing by infinity gives code 0 instead.
+    divisor = tl.where(divisor > 0.0, divisor, float("inf"))
+    code = _e2m1_code(tl.div_rn(tl.abs(tile), tl.broadcast_to(divisor[:, None], (tile.shape[0], B))))
+    negative = tile.to(tl.int32, bitcast=True) < 0 if MX else tile < 0.0
+    code = tl.where(finite[:, None], code | (negative.to(tl.int32) << 3), 0)
+    low, high = tl.split(tl.reshape(code, (tile.shape[0], B // 2, 2)))
+    return (low | (high << 4)).to(tl.uint8), byte.to(tl.uint8)
+
+
+@triton.jit
 def quantize(
     x, global_scale, codes, scales, out, blocks, blocks_per_scale,
     B: tl.constexpr, BLOCKS: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     """BLOCKS blocks of x: their codes and scales or, where `out` is given, the values that these stand for."""
-    NAN: tl.constexpr = 0xFF if MX else 0x7F
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < blocks
     where = block[:, None] * B + tl.arange(0, B)[None, :]
     tile = tl.load(x + where, mask=inside[:, None], other=0.0).to(tl.float32)
-    bits = _magnitude_bits(tile)
-    amax_bits = tl.max(bits, 1)
-    finite = amax_bits < 0x7F800000
     g = tl.load(global_scale + block // blocks_per_scale, mask=inside, other=1.0)
-    byte, divisor = _block_scales(amax_bits, g, MX)
-    byte = tl.where(finite, byte, NAN)
-    # A divisor that underflowed to 0 would make 0/0; dividing by infinity gives code 0 instead.
-    divisor = tl.where(divisor > 0.0, divisor, float("inf"))
-    code = _e2m1_code(tl.div_rn(tl.abs(tile), tl.broadcast_to(divisor[:, None], (BLOCKS, B))))
-    negative = tile.to(tl.int32, bitcast=True) < 0 if MX else tile < 0.0
-    code = tl.where(finite[:, None], code | (negative.to(tl.int32) << 3), 0)
-    low, high = tl.split(tl.reshape(code, (BLOCKS, B // 2, 2)))
-    packed = (low | (high << 4)).to(tl.uint8)
+    packed, byte = encode(tile, g, B, MX)
     if out is None:
-        tl.store(scales + block, byte.to(tl.uint8), mask=inside)
+        tl.store(scales + block, byte, mask=inside)
         tl.store(codes + block[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :], packed, mask=inside[:, None])
     else:
         factor = tl.broadcast_to((block_scale(byte, MX) * g)[:, None], (BLOCKS, B // 2))

@@ -33,6 +33,7 @@ class Projection:
     lora_b: Tensor | None
     bias: Tensor | None
     scaling: float
+    merge_aware: bool
 
     @property
     def weight(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -64,7 +65,9 @@ def linear_backward(
     """Gradients of `grouped_lora_linear` for gy `[M, N]`; `input` is still on the M-row side: `[M, C]`."""
     gx = ga = gb = gbias = None
     if needs.input or needs.lora_a:
-        gx_M, v = ops.grouped_lora_dgrad(gy, None, offsets, *p.weight, scaling=p.scaling, need_gx=needs.input)
+        gx_M, v = ops.grouped_lora_dgrad(
+            gy, None, offsets, *p.weight, scaling=p.scaling, need_gx=needs.input, merge_aware=p.merge_aware
+        )
         gx = gx_M if needs.input else None
         if needs.lora_a and p.lora_a is not None:
             ga = ops.grouped_lora_wgrad(v, None, x, rows, offsets, dtype=p.lora_a.dtype, top_k=top_k)
@@ -89,7 +92,9 @@ def glu_linear_backward(
     gather = {"top_k": top_k} if gy_rows is not None else {}
     need_gh = needs.input or needs.topk_weights
     if need_gh or needs.lora_a:
-        gh, v = ops.grouped_lora_dgrad(gy, gy_rows, offsets, *p.weight, scaling=p.scaling, need_gx=need_gh, **gather)
+        gh, v = ops.grouped_lora_dgrad(
+            gy, gy_rows, offsets, *p.weight, scaling=p.scaling, need_gx=need_gh, merge_aware=p.merge_aware, **gather
+        )
         gpre, h, gw = ops.glu_backward(
             pre, topk_weights, gh if need_gh else None, rows, offsets, gy, gy_rows, p.bias, **activation,
             need_gpre=needs.input, need_h=needs.lora_a, need_gw=needs.topk_weights,
@@ -185,15 +190,15 @@ def _below_autograd(op: str) -> Callable[..., Any]:
 
 class _GroupedLoraLinear(FirstOrderFunction):
     @staticmethod
-    def forward(ctx: Any, scaling: float, top_k: int, x: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor,
-                scales: Tensor, global_scale: Tensor, lora_a: Tensor | None, lora_b: Tensor | None,
+    def forward(ctx: Any, scaling: float, options: dict[str, Any], x: Tensor, rows: Tensor | None, offsets: Tensor,
+                codes: Tensor, scales: Tensor, global_scale: Tensor, lora_a: Tensor | None, lora_b: Tensor | None,
                 bias: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         y, u = _below_autograd("grouped_lora_linear")(
-            x, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias, scaling=scaling, top_k=top_k
+            x, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias, scaling=scaling, **options
         )
         _, _, need_x, *_, need_a, need_b, need_bias = ctx.needs_input_grad
         ctx.needs = Needs(need_x, need_a, need_b, need_bias)
-        ctx.options = scaling, top_k
+        ctx.options = scaling, options
         through = ctx.needs.input or ctx.needs.lora_a
         ctx.save_for_backward(
             x if need_a else None, rows, offsets, *((codes, scales, global_scale) if through else (None,) * 3),
@@ -207,11 +212,12 @@ class _GroupedLoraLinear(FirstOrderFunction):
     def backward(ctx: Any, gy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if gy is None:
             return (None,) * 11
-        (scaling, top_k), needs = ctx.options, ctx.needs
+        (scaling, options), needs = ctx.options, ctx.needs
+        top_k = options["top_k"]
         x, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias, u = ctx.saved_tensors
 
         def compute() -> tuple[Tensor | None, ...]:
-            p = Projection(codes, scales, global_scale, lora_a, lora_b, bias, scaling)
+            p = Projection(codes, scales, global_scale, lora_a, lora_b, bias, scaling, options["merge_aware"])
             g = linear_backward(gy, x, rows, offsets, u, top_k, p, needs)
             gx = None if g.input is None else _to_tokens(g.input, rows, offsets, top_k)
             return gx, g.lora_a, g.lora_b, g.bias
@@ -230,16 +236,17 @@ def _to_tokens(gx_M: Tensor, rows: Tensor | None, offsets: Tensor, top_k: int) -
 
 class _GluGroupedLoraLinear(FirstOrderFunction):
     @staticmethod
-    def forward(ctx: Any, scaling: float, activation: dict[str, Any], pre: Tensor, topk_weights: Tensor, rows: Tensor,
-                offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor, lora_a: Tensor | None,
-                lora_b: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(ctx: Any, scaling: float, activation: dict[str, Any], numbers: dict[str, Any], pre: Tensor,
+                topk_weights: Tensor, rows: Tensor, offsets: Tensor, codes: Tensor, scales: Tensor,
+                global_scale: Tensor, lora_a: Tensor | None, lora_b: Tensor | None,
+                bias: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         y, u = _below_autograd("glu_grouped_lora_linear")(
             pre, topk_weights, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias,
-            scaling=scaling, **activation,
+            scaling=scaling, **activation, **numbers,
         )  # fmt: skip
-        _, _, need_pre, need_w, *_, need_a, need_b, need_bias = ctx.needs_input_grad
+        _, _, _, need_pre, need_w, *_, need_a, need_b, need_bias = ctx.needs_input_grad
         ctx.needs = Needs(need_pre, need_a, need_b, need_bias, need_w)
-        ctx.options = scaling, activation
+        ctx.options = scaling, activation, numbers["merge_aware"]
         through = need_pre or need_w or need_a
         ctx.save_for_backward(
             pre if through else None, topk_weights, rows, offsets,
@@ -252,12 +259,12 @@ class _GluGroupedLoraLinear(FirstOrderFunction):
     @staticmethod
     def backward(ctx: Any, gy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if gy is None:
-            return (None,) * 12
-        (scaling, activation), needs = ctx.options, ctx.needs
+            return (None,) * 13
+        (scaling, activation, merge_aware), needs = ctx.options, ctx.needs
         pre, topk_weights, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias, u = ctx.saved_tensors
 
         def compute() -> tuple[Tensor | None, ...]:
-            p = Projection(codes, scales, global_scale, lora_a, lora_b, bias, scaling)
+            p = Projection(codes, scales, global_scale, lora_a, lora_b, bias, scaling, merge_aware)
             g = glu_linear_backward(gy, None, pre, topk_weights, rows, offsets, u, p, needs, activation)
             gpre = g.input
             if gpre is not None:
@@ -265,31 +272,33 @@ class _GluGroupedLoraLinear(FirstOrderFunction):
             return gpre, g.topk_weights, g.lora_a, g.lora_b, g.bias
 
         gpre, gw, ga, gb, gbias = FirstOrderFunction.grads(compute, "glu_grouped_lora_linear")
-        return None, None, gpre, gw, None, None, None, None, None, ga, gb, gbias
+        return None, None, None, gpre, gw, None, None, None, None, None, ga, gb, gbias
 
 
 def grouped_lora_linear(
     x: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
-    *, scaling: float = 1.0, top_k: int = 1,
+    *, scaling: float = 1.0, top_k: int = 1, compute: str = "w4a16", merge_aware: bool = False,
 ) -> Any:  # fmt: skip
     tensors = (x, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias)
+    options = {"top_k": top_k, "compute": compute, "merge_aware": merge_aware}
     if wants_grad("grouped_lora_linear", (x, lora_a, lora_b, bias)):
-        return _GroupedLoraLinear.apply(scaling, top_k, *tensors)
-    return _below_autograd("grouped_lora_linear")(*tensors, scaling=scaling, top_k=top_k)
+        return _GroupedLoraLinear.apply(scaling, options, *tensors)
+    return _below_autograd("grouped_lora_linear")(*tensors, scaling=scaling, **options)
 
 
 def glu_grouped_lora_linear(
     pre: Tensor, topk_weights: Tensor, rows: Tensor, offsets: Tensor,
     codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
-    *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None,
+    *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None, compute: str = "w4a16",
+    merge_aware: bool = False,
 ) -> Any:  # fmt: skip
     tensors = (pre, topk_weights, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias)
-    options = {"activation": activation, "limit": limit}
+    options, numbers = {"activation": activation, "limit": limit}, {"compute": compute, "merge_aware": merge_aware}
     if wants_grad("glu_grouped_lora_linear", (pre, topk_weights, lora_a, lora_b, bias)):
-        return _GluGroupedLoraLinear.apply(scaling, options, *tensors)
-    return _below_autograd("glu_grouped_lora_linear")(*tensors, scaling=scaling, **options)
+        return _GluGroupedLoraLinear.apply(scaling, options, numbers, *tensors)
+    return _below_autograd("glu_grouped_lora_linear")(*tensors, scaling=scaling, **options, **numbers)
 
 
 class _FakeQuantize(FirstOrderFunction):

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..format import decode
 from .activation import activate, activate_backward, activation_width
+from .merge import merge_lora
+from .rows import quantize_rows
 
 
 @dataclass(frozen=True)
@@ -25,21 +27,40 @@ class _Projection:
     lora_b: Tensor | None
     scaling: float
     acc: torch.dtype
+    merge_aware: bool
 
-    def forward(self, e: int, x_e: Tensor, u_e: Tensor) -> Tensor:
-        """x_e @ W_eᵀ·g + u_e @ b_eᵀ, and u_e = scaling · x_e @ a_eᵀ written in place (rounded to its dtype)."""
-        y_e = _scale_halves(x_e @ decode(self.codes[e], self.scales[e], self.acc).t(), self.global_scale[e])
+    def forward(self, e: int, x_e: Tensor, u_e: Tensor, base: Tensor | None = None) -> Tensor:
+        """base_e @ W_eᵀ·g + u_e @ b_eᵀ, and u_e = scaling · x_e @ a_eᵀ written in place (rounded to its dtype).
+
+        `base` is x unless given; W holds the adapter, and nothing is added, where the layer is merge-aware.
+        """
+        y_e = _scale_halves((x_e if base is None else base) @ self._weight(e).t(), self.global_scale[e])
         if self.lora_a is not None and self.lora_b is not None:
             u_e.copy_((x_e @ self.lora_a[e].to(self.acc).t()).mul_(self.scaling))
-            y_e.addmm_(u_e.to(self.acc), self.lora_b[e].to(self.acc).t())
+            if not self.merge_aware:
+                y_e.addmm_(u_e.to(self.acc), self.lora_b[e].to(self.acc).t())
         return y_e
+
+    def _weight(self, e: int) -> Tensor:
+        codes, scales = self.codes[e], self.scales[e]
+        if self.merge_aware and self.lora_a is not None and self.lora_b is not None:
+            one = slice(e, e + 1)
+            (codes,), (scales,) = merge_lora(
+                self.codes[one], self.scales[one], self.global_scale[one], self.lora_a[one], self.lora_b[one],
+                self.scaling,
+            )  # fmt: skip
+        return decode(codes, scales, self.acc)
 
     def input_grad(self, e: int, gy_e: Tensor, v_e: Tensor) -> Tensor:
         """(gy_e·g) @ W_e + v_e @ a_e."""
         # gy_e may be a view of the caller's gradient, so it is not scaled in place.
         scaled = _scale_halves(gy_e.clone(), self.global_scale[e])
-        gx_e = scaled @ decode(self.codes[e], self.scales[e], self.acc)
-        return gx_e if self.lora_a is None else gx_e.addmm_(v_e.to(self.acc), self.lora_a[e].to(self.acc))
+        gx_e = scaled @ self._weight(e)
+        return (
+            gx_e
+            if self.lora_a is None or self.merge_aware
+            else gx_e.addmm_(v_e.to(self.acc), self.lora_a[e].to(self.acc))
+        )
 
     def lora_grad(self, e: int, gy_e: Tensor, v_e: Tensor) -> None:
         """v_e = scaling · gy_e @ b_e, written in place."""
@@ -50,15 +71,20 @@ class _Projection:
 def grouped_lora_linear(
     x: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
-    *, scaling: float = 1.0, top_k: int = 1,
+    *, scaling: float = 1.0, top_k: int = 1, compute: str = "w4a16", merge_aware: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y `[M, N]` = x[rows // top_k] @ W_eᵀ·g + u @ b_eᵀ + bias; u `[M, R]` = scaling · x[rows // top_k] @ a_eᵀ."""
+    """y `[M, N]` = x[rows // top_k] @ W_eᵀ·g + u @ b_eᵀ + bias; u `[M, R]` = scaling · x[rows // top_k] @ a_eᵀ.
+
+    compute "w4a4": the first x is the one that `quantize_rows` makes of it. merge_aware: W is `merge_lora`'s, and
+    u @ b_eᵀ is not added.
+    """
     m = x.shape[0] if rows is None else rows.shape[0]
-    weight = _Projection(codes, scales, global_scale, lora_a, lora_b, scaling, _accumulate_dtype(x.dtype))
+    weight = _Projection(codes, scales, global_scale, lora_a, lora_b, scaling, _accumulate_dtype(x.dtype), merge_aware)
     y = x.new_empty(m, codes.shape[1])
     u = x.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
     for e, begin, end in _segments(offsets):
-        y_e = weight.forward(e, _take(x, rows, begin, end, top_k, weight.acc), u[begin:end])
+        x_e = _take(x, rows, begin, end, top_k, weight.acc)
+        y_e = weight.forward(e, x_e, u[begin:end], _quantized(x_e) if compute == "w4a4" else None)
         y[begin:end] = y_e if bias is None else y_e.add_(bias[e])
     return y, u
 
@@ -66,11 +92,14 @@ def grouped_lora_linear(
 def grouped_lora_dgrad(
     gy: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None,
-    *, scaling: float = 1.0, top_k: int = 1, need_gx: bool = True,
+    *, scaling: float = 1.0, top_k: int = 1, need_gx: bool = True, merge_aware: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """gx `[M, C]` = (gy·g) @ W_e + v @ a_e (`[0, C]` if not needed); v `[M, R]` = scaling · gy[rows // top_k] @ b_e."""
+    """gx `[M, C]` = (gy·g) @ W_e + v @ a_e (`[0, C]` if not needed); v `[M, R]` = scaling · gy[rows // top_k] @ b_e.
+
+    merge_aware: W is `merge_lora`'s, and v @ a_e is not added.
+    """
     m = gy.shape[0] if rows is None else rows.shape[0]
-    weight = _Projection(codes, scales, global_scale, lora_a, lora_b, scaling, _accumulate_dtype(gy.dtype))
+    weight = _Projection(codes, scales, global_scale, lora_a, lora_b, scaling, _accumulate_dtype(gy.dtype), merge_aware)
     gx = gy.new_empty(m if need_gx else 0, codes.shape[2] * 2)
     v = gy.new_empty(m, 0 if lora_b is None else lora_b.shape[2])
     for e, begin, end in _segments(offsets):
@@ -98,18 +127,27 @@ def glu_grouped_lora_linear(
     pre: Tensor, topk_weights: Tensor, rows: Tensor, offsets: Tensor,
     codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
-    *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None,
+    *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None, compute: str = "w4a16",
+    merge_aware: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`grouped_lora_linear` of h `[M, I]` = act(pre) · router weight; the bias is weighted too."""
-    weight = _Projection(codes, scales, global_scale, lora_a, lora_b, scaling, _accumulate_dtype(pre.dtype))
+    """`grouped_lora_linear` of h `[M, I]` = act(pre) · router weight; the bias is weighted too.
+
+    compute "w4a4" quantises act(pre), rounded to pre's dtype, before the router weight.
+    """
+    weight = _Projection(
+        codes, scales, global_scale, lora_a, lora_b, scaling, _accumulate_dtype(pre.dtype), merge_aware
+    )
     y = pre.new_empty(pre.shape[0], codes.shape[1])
     u = pre.new_empty(pre.shape[0], 0 if lora_a is None else lora_a.shape[1])
     for e, begin, end in _segments(offsets):
         router_e = _router_weights(topk_weights, rows[begin:end], weight.acc)
         act_e = activate(pre[begin:end].to(weight.acc), activation, limit)
+        base = None
+        if compute == "w4a4":
+            base = _quantized(act_e.to(pre.dtype).to(weight.acc)).mul_(router_e)
         # h is rounded to the activation dtype, as it is wherever it is a tensor of its own (glu_backward returns it).
         h_e = act_e.mul_(router_e).to(pre.dtype).to(weight.acc)
-        y_e = weight.forward(e, h_e, u[begin:end])
+        y_e = weight.forward(e, h_e, u[begin:end], base)
         y[begin:end] = y_e if bias is None else y_e.add_(router_e * bias[e].to(weight.acc))
     return y, u
 
@@ -149,6 +187,12 @@ def glu_backward(
         if need_h:
             h[begin:end] = act_e.mul_(router_e)
     return gpre, h, gw
+
+
+def _quantized(x: Tensor) -> Tensor:
+    """The values that 4-bit rows stand for, in x's dtype."""
+    codes, scales, row_scale = quantize_rows(x)
+    return decode(codes, scales, x.dtype).mul_(row_scale.unsqueeze(-1))
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ import torch
 
 OLDEST = (8, 0)
 """The oldest compute capability that the kernels are built for: bf16 products and asynchronous copies."""
-_HOMES = {"quantize": "pack", "fake_quantize": "pack", "dequantize": "pack"}
+_HOMES = {"quantize": "pack", "fake_quantize": "pack", "dequantize": "pack", "merge_lora": "merge"}
 """Modules of `torch_nvfp4.lowering` that hold the launcher of an op; all others are in `eager`."""
 
 

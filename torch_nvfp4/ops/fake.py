@@ -29,6 +29,12 @@ def fake_quantize(x: Tensor, global_scale: Tensor | None = None, *, format: str 
     return x.new_empty(x.shape)
 
 
+def merge_lora(
+    codes: Tensor, scales: Tensor, global_scale: Tensor, a: Tensor, b: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    return codes.new_empty(codes.shape), scales.new_empty(scales.shape)
+
+
 def moe_route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     slots = topk_ids.shape[0] * topk_ids.shape[1]
 
@@ -41,7 +47,7 @@ def moe_route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 def grouped_lora_linear(
     x: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
-    *, scaling: float = 1.0, top_k: int = 1,
+    *, scaling: float = 1.0, top_k: int = 1, compute: str = "w4a16", merge_aware: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     m = x.shape[0] if rows is None else rows.shape[0]
     return x.new_empty(m, codes.shape[1]), x.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
@@ -50,7 +56,7 @@ def grouped_lora_linear(
 def grouped_lora_dgrad(
     gy: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None,
-    *, scaling: float = 1.0, top_k: int = 1, need_gx: bool = True,
+    *, scaling: float = 1.0, top_k: int = 1, need_gx: bool = True, merge_aware: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     m = gy.shape[0] if rows is None else rows.shape[0]
     gx = gy.new_empty(m if need_gx else 0, codes.shape[2] * 2)
@@ -68,7 +74,8 @@ def glu_grouped_lora_linear(
     pre: Tensor, topk_weights: Tensor, rows: Tensor, offsets: Tensor,
     codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
-    *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None,
+    *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None, compute: str = "w4a16",
+    merge_aware: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return grouped_lora_linear(pre, None, offsets, codes, scales, global_scale, lora_a, lora_b)
 

@@ -21,6 +21,13 @@ class LayerOptions(NamedTuple):
     down_scaling: float
     activation: str
     limit: float | None
+    compute: str
+    merge_aware: bool
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """With what operands the products are computed."""
+        return {"compute": self.compute, "merge_aware": self.merge_aware}
 
     @property
     def glu(self) -> dict[str, Any]:
@@ -68,10 +75,11 @@ def forward(t: LayerTensors, options: LayerOptions) -> LayerResult:
     pre, gate_up_u = ops.grouped_lora_linear(
         t.x, rows, offsets, t.gate_up_codes, t.gate_up_scales, t.gate_up_global_scale,
         t.gate_up_lora_a, t.gate_up_lora_b, t.gate_up_bias, scaling=options.gate_up_scaling, top_k=top_k,
+        **options.numbers,
     )  # fmt: skip
     y, down_u = ops.glu_grouped_lora_linear(
         pre, t.topk_weights, rows, offsets, t.down_codes, t.down_scales, t.down_global_scale,
-        t.down_lora_a, t.down_lora_b, t.down_bias, scaling=options.down_scaling, **options.glu,
+        t.down_lora_a, t.down_lora_b, t.down_bias, scaling=options.down_scaling, **options.glu, **options.numbers,
     )  # fmt: skip
     out = combine(y, inverse, top_k, t.x.dtype)
     return LayerResult(out, pre, rows, inverse, offsets, gate_up_u, down_u)
@@ -147,13 +155,13 @@ def _backward(
     ops, top_k = small_ops((grad_out, *saved.values())), topk_weights.shape[1]
     down = glu_linear_backward(
         grad_out, rows, saved["pre"], topk_weights, rows, offsets, saved["down_u"],
-        _projection(saved, "down", options.down_scaling), needs.down, options.glu, ops,
+        _projection(saved, "down", options.down_scaling, options), needs.down, options.glu, ops,
     )  # fmt: skip
     gx = ga = gb = gbias = None
     if down.input is not None:
         gate_up = linear_backward(
             down.input, saved["x"], rows, offsets, saved["gate_up_u"], top_k,
-            _projection(saved, "gate_up", options.gate_up_scaling), needs.gate_up, ops,
+            _projection(saved, "gate_up", options.gate_up_scaling, options), needs.gate_up, ops,
         )  # fmt: skip
         gx, ga, gb, gbias = gate_up.input, gate_up.lora_a, gate_up.lora_b, gate_up.bias
         if gx is not None:
@@ -161,9 +169,10 @@ def _backward(
     return gx, down.topk_weights, ga, gb, down.lora_a, down.lora_b, gbias, down.bias
 
 
-def _projection(saved: dict[str, Tensor], prefix: str, scaling: float) -> Projection:
+def _projection(saved: dict[str, Tensor], prefix: str, scaling: float, options: LayerOptions) -> Projection:
     parts = ("codes", "scales", "global_scale", "lora_a", "lora_b", "bias")
-    return Projection(scaling=scaling, **{part: saved[f"{prefix}_{part}"] for part in parts})
+    of_weight = {part: saved[f"{prefix}_{part}"] for part in parts}
+    return Projection(scaling=scaling, merge_aware=options.merge_aware, **of_weight)
 
 
 def moe_lora(
@@ -182,7 +191,7 @@ def moe_lora(
         gate_up_codes, gate_up_scales, gate_up_global_scale, down_codes, down_scales, down_global_scale,
         gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, gate_up_bias, down_bias,
     )  # fmt: skip
-    options = LayerOptions(gate_up_scaling, down_scaling, activation, limit)
+    options = LayerOptions(gate_up_scaling, down_scaling, activation, limit, compute, merge_aware)
     if wants_grad("moe_lora", tensors.differentiable):
         return _Layer.apply(options, *tensors)
     return _without_derivative(tensors, options)

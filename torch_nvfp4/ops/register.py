@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import format as formats
-from . import autocast, autograd, cpu, cuda, direct, fake, layer, observe, routing, validation
+from . import autocast, autograd, cpu, cuda, direct, fake, layer, merge, observe, routing, validation
 from .schemas import LIBRARY, NAMESPACE, SCHEMAS
 
 _GROUPED = (
@@ -79,6 +79,8 @@ def register() -> None:
         _implement(op, cuda.launcher(op, _quantizer(run, check_finite=False)), "CUDA")
     _implement("dequantize", _dequantize, "CPU")
     _implement("dequantize", cuda.launcher("dequantize", _dequantize), "CUDA")
+    _implement("merge_lora", merge.merge_lora, "CPU")
+    _implement("merge_lora", cuda.launcher("merge_lora", merge.merge_lora), "CUDA")
     kernels = {op: (getattr(cpu, op), cuda.launcher(op)) for op in _GROUPED}
     kernels["moe_route"] = (routing.moe_route, cuda.launcher("moe_route", routing.moe_route))
     for op, on_devices in kernels.items():
@@ -95,7 +97,7 @@ def register() -> None:
         LIBRARY.impl(op, getattr(autograd, op), "Autograd")
     for op in ("dequantize", "grouped_lora_dgrad", "grouped_lora_wgrad", "glu_backward"):
         LIBRARY.impl(op, autograd.without_derivative(op), "Autograd")
-    for op in ("quantize", "moe_route"):
+    for op in ("quantize", "merge_lora", "moe_route"):
         LIBRARY.impl(op, autograd.detached(op), "Autograd")
     for op in SCHEMAS:
         LIBRARY.impl(op, autocast.kernel(op, "cpu"), "AutocastCPU")

@@ -17,7 +17,7 @@ from ..format import FORMATS
 GATED_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "swiglu_oai")
 ACTIVATIONS = (*GATED_ACTIVATIONS, "relu2")
 LIMITED_ACTIVATIONS = ("silu", "swiglu_oai")
-COMPUTE_MODES = ("w4a16",)
+COMPUTE_MODES = ("w4a16", "w4a4")
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPES: dict[str, tuple[torch.dtype, ...]] = {
@@ -87,6 +87,7 @@ _ROUTING = {"rows": Rule("int32", "M"), "offsets": Rule("int32", "E")}
 _GLU = {"topk_weights": Rule("float", "T K"), **_ROUTING}
 
 RULES: dict[str, dict[str, Rule]] = {
+    "merge_lora": {**_weight("", "N", "C"), "a": Rule("float", "E R C"), "b": Rule("float", "E N R")},
     "moe_route": {"topk_ids": Rule("int", "T K")},
     "grouped_lora_linear": {
         "x": Rule("float", "X C"),
@@ -204,8 +205,6 @@ def _check_options(op: str, arguments: Mapping[str, Any], activation: str) -> No
     compute = arguments.get("compute", COMPUTE_MODES[0])
     if compute not in COMPUTE_MODES:
         raise ValueError(f"{op}: compute must be one of {', '.join(COMPUTE_MODES)}, got '{compute}'")
-    if arguments.get("merge_aware", False):
-        raise ValueError(f"{op}: merge_aware=True is not available in this version")
     if op == "glu_backward" and arguments["gh"] is None:
         if arguments.get("need_gpre", True) or arguments.get("need_gw", True):
             raise ValueError(f"{op}: gh may be None only where need_gpre and need_gw are False")

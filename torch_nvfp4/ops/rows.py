@@ -1,0 +1,21 @@
+"""4-bit activations: rows in NVFP4, each on a scale of its own."""
+
+import torch
+from torch import Tensor
+
+from ..format import GLOBAL_DIVISOR, quantize
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes `[M, C/2]`, scales `[M, C/16]` and row scales fp32 `[M]` of x `[M, C]`, C a multiple of 16.
+
+    A row's scale is amax / 2688, 1 where that is 0; its blocks are quantised under it as `format.quantize` does. A
+    block with a value that is not finite gets a NaN scale, and its row is scaled by what is finite in it.
+    """
+    x = x.to(torch.float32)
+    amax = torch.where(x.isfinite(), x, 0.0).abs().amax(1)
+    # A tensor, because CUDA divides by a Python number as a multiplication with its rounded reciprocal.
+    scale = amax / amax.new_full((1,), GLOBAL_DIVISOR)
+    scale = torch.where(scale > 0, scale, 1.0)
+    codes, scales, _ = quantize(x.unsqueeze(1), scale.unsqueeze(1), check_finite=False)
+    return codes.squeeze(1), scales.squeeze(1), scale
