@@ -95,7 +95,10 @@ class ParamWrapper(_PackedBase, layer.ParamWrapper):
     def _factors(self, names: Sequence[str]) -> LoRAFactors | None:
         parts = list(self._pairs(names))
         if self.projection is not None:
-            parts = [(*split_experts(a, b, self.num_experts, self.interleaved), scaling) for a, b, scaling in parts]
+            parts = [
+                (*split_experts(a, b, self.num_experts, self.interleaved, transposed=self.transposed), scaling)
+                for a, b, scaling in parts
+            ]
         return _joined([LoRAFactors(*part) for part in parts]) if parts else None
 
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
