@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_nvfp4 import NVFP4Experts, NVFP4Linear
 from torch_nvfp4.format import quantize
-from torch_nvfp4.nn import LoRAFactors, MixedLoRA
+from torch_nvfp4.nn import LoRAFactors, MixedLoRA, set_numerics
 from torch_nvfp4.ops import reference
 
 E, H, I, T, K, R = 3, 64, 32, 5, 2, 4
@@ -392,3 +392,38 @@ def test_each_token_uses_the_adapter_that_it_chooses() -> None:
     for wrong in (chosen[:8], chosen[:, None], chosen.float(), chosen > 0):
         with pytest.raises(ValueError, match=r"lora.ids must be \[T\] = \[9\] integers, got"):
             experts(x, ids, weights, lora=MixedLoRA(adapters, wrong))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_merge_aware_modules_compute_with_the_merged_weight(compiled: bool) -> None:
+    torch.manual_seed(0)
+    experts = NVFP4Experts.from_dense(torch.randn(4, 64, 32), torch.randn(4, 32, 32))
+    linear = NVFP4Linear.from_dense(torch.nn.Linear(32, 16))
+    model = torch.nn.ModuleList([experts, linear])
+    for module in model:
+        module.add_lora(3, scaling=0.5)
+    for name, factor in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(factor, std=0.3)
+    assert (
+        set_numerics(model, merge_aware=True) == 2 and "merge-aware" in repr(experts) and "merge-aware" in repr(linear)
+    )
+    x, ids = torch.randn(7, 32), torch.randint(0, 4, (7, 2))
+    weights = torch.rand(7, 2)
+    run = torch.compile(model[0], fullgraph=True, backend="aot_eager") if compiled else experts
+    y, z = run(x, ids, weights), linear(x)
+    for projection in ("gate_up", "down"):
+        codes, scales = torch.ops.nvfp4.merge_lora(*experts.packed(projection), *experts._factors(projection))
+        getattr(experts, f"{projection}_codes").copy_(codes)
+        getattr(experts, f"{projection}_scales").copy_(scales.view(torch.uint8))
+    codes, scales, global_scale = (part.unsqueeze(0) for part in linear.packed())
+    merged = torch.ops.nvfp4.merge_lora(codes, scales, global_scale, linear.lora_a[None], linear.lora_b[None], 0.5)
+    assert torch.equal(y, experts(x, ids, weights, lora={}))
+    dense = torch.ops.nvfp4.dequantize(*merged, global_scale, dtype=torch.float32)[0]
+    torch.testing.assert_close(z, torch.nn.functional.linear(x, dense, linear.bias))
+    assert set_numerics(model, merge_aware=False, compute="w4a4") == 2 and ", w4a4" in repr(experts)
+    assert not torch.equal(linear(x), z)
+    with pytest.raises(ValueError, match="compute must be one of w4a16, w4a4, got 'w8'"):
+        set_numerics(model, compute="w8")
+    with pytest.raises(ValueError, match="has no packed module"):
+        set_numerics(torch.nn.Linear(2, 2), merge_aware=True)

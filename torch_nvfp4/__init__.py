@@ -15,7 +15,7 @@ if _find_spec("torch_nvfp4.lowering") is None:
 
 from .format import MXFP4, NVFP4, Format
 from .lora import LoRASummary, add_lora, disable_adapters, export_adapter, load_adapter, save_adapter
-from .nn import NVFP4Experts, NVFP4Linear
+from .nn import NVFP4Experts, NVFP4Linear, set_numerics
 from .ops import SAVE_OPS
 
 if _TYPE_CHECKING:
@@ -41,6 +41,7 @@ __all__ = [
     "explain",
     "load_adapter",
     "save_adapter",
+    "set_numerics",
 ]
 
 

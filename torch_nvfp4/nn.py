@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .format import dequantize, get_format, quantize
-from .ops.validation import ACTIVATIONS, is_gated
+from .ops.validation import ACTIVATIONS, COMPUTE_MODES, is_gated
 
 ProjectionName = Literal["gate_up", "down"]
 PROJECTIONS: tuple[ProjectionName, ...] = ("gate_up", "down")
@@ -76,7 +76,41 @@ def _lora_factors(
     return a, torch.zeros(experts, n, r, dtype=dtype, device=device)
 
 
-class NVFP4Experts(nn.Module):
+class _Numerics:
+    """With what operands a packed module computes; see `set_numerics`."""
+
+    compute: str = "w4a16"
+    merge_aware: bool = False
+
+    def _numerics_repr(self) -> str:
+        return "".join(f", {word}" for word, on in ((self.compute, self.compute != "w4a16"),
+                                                    ("merge-aware", self.merge_aware)) if on)  # fmt: skip
+
+
+def set_numerics(model: nn.Module, *, compute: str | None = None, merge_aware: bool | None = None) -> int:
+    """Set how all packed modules of a model compute; returns how many there are.
+
+    Args:
+        compute: "w4a16", or "w4a4": the products' activations are quantised to NVFP4 too (backward straight-through).
+        merge_aware: whether forward uses Q(W + scaling · b a), the 4-bit weight that merging the adapter writes, so
+            that training sees its rounding (backward straight-through).
+
+    None leaves a setting as it is. ValueError for an unknown compute, and for a model without packed modules.
+    """
+    if compute is not None and compute not in COMPUTE_MODES:
+        raise ValueError(f"compute must be one of {', '.join(COMPUTE_MODES)}, got '{compute}'")
+    modules = [module for module in model.modules() if isinstance(module, _Numerics)]
+    if not modules:
+        raise ValueError("the model has no packed module (NVFP4Experts, NVFP4Linear) to set numerics of")
+    for module in modules:
+        if compute is not None:
+            module.compute = compute
+        if merge_aware is not None:
+            module.merge_aware = merge_aware
+    return len(modules)
+
+
+class NVFP4Experts(_Numerics, nn.Module):
     """The experts of a Mixture-of-Experts layer, packed to 4 bits and frozen, with optional LoRA adapters that train.
 
     Args:
@@ -224,6 +258,7 @@ class NVFP4Experts(nn.Module):
             x, topk_ids, topk_weights, *self.packed("gate_up"), *self.packed("down"),
             gate_up[0], gate_up[1], down[0], down[1], self.gate_up_bias, self.down_bias,
             gate_up_scaling=gate_up[2], down_scaling=down[2], activation=self.activation, limit=self.limit,
+            compute=self.compute, merge_aware=self.merge_aware,
         )  # fmt: skip
 
     def _factors(self, projection: ProjectionName) -> tuple[Tensor | None, Tensor | None, float]:
@@ -288,10 +323,10 @@ class NVFP4Experts(nn.Module):
             a = getattr(self, f"{projection}_lora_a")
             if a is not None:
                 parts.append(f"{projection}_lora r={a.shape[1]}")
-        return ", ".join(parts)
+        return ", ".join(parts) + self._numerics_repr()
 
 
-class NVFP4Linear(nn.Module):
+class NVFP4Linear(_Numerics, nn.Module):
     """A linear layer packed to 4 bits and frozen, with an optional LoRA adapter: the experts' ops with E = 1.
 
     `weight_codes` uint8 `[N, C/2]`, `weight_scales` uint8 `[N, C/B]`, `weight_global_scale` int32 `[1]` (bits of fp32),
@@ -343,7 +378,9 @@ class NVFP4Linear(nn.Module):
         rows = x.reshape(-1, self.in_features)
         offsets = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
         one_expert = (None if t is None else t.unsqueeze(0) for t in (*self.packed(), a, b, self.bias))
-        y, _ = torch.ops.nvfp4.grouped_lora_linear(rows, None, offsets, *one_expert, scaling=scaling)
+        y, _ = torch.ops.nvfp4.grouped_lora_linear(
+            rows, None, offsets, *one_expert, scaling=scaling, compute=self.compute, merge_aware=self.merge_aware
+        )
         return y.view(*x.shape[:-1], self.out_features)
 
     def add_lora(self, r: int, *, scaling: float, dtype: torch.dtype = torch.float32) -> None:
@@ -377,4 +414,7 @@ class NVFP4Linear(nn.Module):
 
     def extra_repr(self) -> str:
         lora = "" if self.lora_a is None else f", lora r={self.lora_a.shape[0]}"
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.format}{lora}"
+        return (
+            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.format}{lora}"
+            + self._numerics_repr()
+        )
