@@ -58,6 +58,10 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         num_local_experts=4, num_experts_per_tok=2, intermediate_size=32, intermediate_size_mlp=96, head_dim=32,
         interleave_moe_layer_step=2,
     )),
+    "deepseek_v4": ("DeepseekV4", dict(
+        _MOE, n_routed_experts=4, n_shared_experts=1, head_dim=32, q_lora_rank=32, o_lora_rank=16, o_groups=2,
+        index_n_heads=2, index_head_dim=16, index_topk=4, sliding_window=8, num_hash_layers=1,
+    )),
     "gemma4": ("Gemma4", dict(
         _MOE, num_experts=4, top_k_experts=2, enable_moe_block=True, intermediate_size=96, head_dim=32,
         global_head_dim=32, hidden_size_per_layer_input=0, vocab_size_per_layer_input=48, sliding_window=8,

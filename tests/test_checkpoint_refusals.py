@@ -272,7 +272,7 @@ def scale_of_no_weight(draw: Draw, made: Made) -> str:
 def fp8_without_scale(draw: Draw, made: Made) -> str:
     made.tensors["a.weight"] = torch.ones(4, 4).to(torch.float8_e4m3fn)
     block = draw(st.booleans())
-    made.tensors |= {"a.weight_scale_inv": torch.ones(1, 1)} if block else {}
+    made.tensors |= {"a.weight_scale_inv": torch.ones(2, 2)} if block else {}  # blocks of 2, where they have 128
     return "a.weight"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden_models import grads, load, logits
+from golden_models import grads, load, logits, read_config, write
 from hf_models import assert_same_grads, randomize_adapters
 from packed_models import COMPRESSED, W123, Style, export, make_stock, make_stock_with_vision
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
-import torch_nvfp4.hf  # noqa: F401
-from torch_nvfp4.checkpoint import open_checkpoint
+from torch_nvfp4.checkpoint import convert_folder, open_checkpoint
 from torch_nvfp4.format import dequantize, quantize
+from torch_nvfp4.hf import pack_on_load
 from torch_nvfp4.nn import NVFP4Experts, NVFP4Linear
 
 pytestmark = [
@@ -156,6 +156,45 @@ def test_a_layer_under_another_name_is_refused(tmp_path: Path, renames: Any, tex
     export(make_stock("mixtral"), tmp_path, Style(renames=renames))
     with pytest.raises(ValueError, match=re.escape(text)):
         load(tmp_path)
+
+
+def test_deepseek_v4_as_released(tmp_path: Path) -> None:
+    """Experts in MXFP4 as int8, attention in FP8 by blocks, under the names of its own code; asked for, or converted."""
+    twin = make_stock("deepseek_v4")
+    twin.save_pretrained(tmp_path / "dense")
+    released: dict[str, torch.Tensor] = {}
+    dense: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(tmp_path / "dense" / "model.safetensors").items():
+        scale = name.removesuffix("weight") + "scale"
+        if re.search(r"\.experts\.\d+\.w[123]\.weight", name):
+            codes, scales, global_scale = quantize(weight.float(), format="mxfp4")
+            released |= {name: codes.view(torch.int8), scale: scales}
+            dense[name] = dequantize(codes, scales, global_scale, torch.float32)
+        elif re.search(r"attn\.(wq_a|wq_b|wkv)\.weight", name):
+            half = torch.tensor([[126]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+            released |= {name: (weight / 0.5).to(torch.float8_e4m3fn), scale: half.clone()}
+            dense[name] = released[name].float() * 0.5
+        else:
+            released[name] = dense[name] = weight
+    config = read_config(tmp_path / "dense") | {"expert_dtype": "fp4"}
+    method = {
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
+    write(tmp_path / "released", released, config, method)
+    write(tmp_path / "twin", dense, read_config(tmp_path / "dense"), None)
+    convert_folder(tmp_path / "released", tmp_path / "converted", layout="modelopt")
+    twin = load(tmp_path / "twin")
+    pack_on_load("fp8")
+    try:
+        models = [load(tmp_path / "released"), load(tmp_path / "converted")]
+    finally:
+        pack_on_load("fp8", False)
+    for model in models:
+        assert len(packed_modules(model, NVFP4Experts)) == 2
+        assert_same_logits(model, twin)
 
 
 def test_a_config_that_names_no_architecture_here_still_reads(tmp_path: Path) -> None:

@@ -274,8 +274,8 @@ def test_compressed_tensors_is_taken_over_for_nvfp4_alone(monkeypatch: pytest.Mo
     finally:
         monkeypatch.undo()
         pack_on_load("compressed-tensors")
-    with pytest.raises(ValueError, match="must be one of compressed-tensors, mxfp4, got 'fp8'"):
-        pack_on_load("fp8")
+    with pytest.raises(ValueError, match="must be one of compressed-tensors, mxfp4, fp8, got 'gptq'"):
+        pack_on_load("gptq")
 
 
 @pytest.mark.parametrize(

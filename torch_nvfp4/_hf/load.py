@@ -24,7 +24,7 @@ _READ_DIRECTLY = re.compile(r"(.*\.)?indexer\.weights_proj")
 """Layers whose model asks for `.weight.dtype`, which a packed layer has not: the heads' weights of sparse attention."""
 _logger = logging.getLogger(__name__)
 _PACKED_NAMES = r"(codes|scales|global_scale)$"
-_COMPANIONS = r"weight|weight_\w+|input_\w+"  # of a quantised layer's weight, whoever wrote it
+_COMPANIONS = r"weight|weight_\w+|input_\w+|scale"  # of a quantised layer's weight, whoever wrote it
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,11 @@ def _is_packed(declared: Mapping[str, Any]) -> bool:
 
 
 # The methods that transformers has a loader for, and which of their checkpoints are taken from it.
-_TAKEN: dict[str, Callable[[Mapping[str, Any]], bool]] = {"compressed-tensors": _is_packed, "mxfp4": lambda _: True}
+_TAKEN: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "compressed-tensors": _is_packed,
+    "mxfp4": lambda _: True,
+    "fp8": lambda declared: declared.get("expert_dtype") == "fp4",
+}
 _STOCK = {method: AUTO_QUANTIZATION_CONFIG_MAPPING[method] for method in _TAKEN}
 
 
@@ -121,7 +125,8 @@ def pack_on_load(quant_method: str, enabled: bool = True) -> None:
     """Say who loads checkpoints of a method that transformers knows too, from the next `from_pretrained` on.
 
     quant_method: "compressed-tensors" (its 4-bit float formats alone; on from the start, because transformers loads
-        NVFP4 experts of that method without their global scales) or "mxfp4" (gpt-oss; off from the start).
+        NVFP4 experts of that method without their global scales), "mxfp4" (gpt-oss) or "fp8" (DeepSeek-V4, whose
+        experts are MXFP4; its FP8 layers are decoded); these two are off from the start.
     """
     if quant_method not in _TAKEN:
         raise ValueError(f"quant_method must be one of {', '.join(_TAKEN)}, got {quant_method!r}")
