@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..format import get_format
 from .checkpoint import Checkpoint, open_checkpoint
-from .declare import Declaration, hf_quant_config, quantization_config
+from .declare import Declaration, hf_quant_config, plain_matrices, quantization_config
 from .emit import expert_entries, linear_entries
 from .errors import CheckpointError
 from .folder import read_json
@@ -99,16 +99,11 @@ def _tensors(
 
 
 def _quantization(checkpoint: Checkpoint, forms: dict[str, Form], layout: str, format: str) -> dict[str, Any]:
-    ignore = [
-        name.removesuffix(".weight")
-        for name in checkpoint.plain
-        if name.endswith(".weight") and len(checkpoint.shape(name)) == 2
-    ]
     return quantization_config(
         Declaration(
             layout,
             get_format(format),
-            sorted(ignore),
+            plain_matrices((name, len(checkpoint.shape(name))) for name in checkpoint.plain),
             activations=any(form.input_scales is not None for form in forms.values()),
             fp8=[entry.path for entry in checkpoint.fp8.values()],
             packed=[

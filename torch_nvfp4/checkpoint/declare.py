@@ -1,6 +1,6 @@
 """What a packed model's configs declare: config.json's `quantization_config`, and ModelOpt's hf_quant_config.json."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,11 @@ class Declaration:
     fp8: Collection[str] = ()
     packed: Collection[str] = ()
     kv_cache: bool = False
+
+
+def plain_matrices(dims: Iterable[tuple[str, int]]) -> list[str]:
+    """Of plain tensors (name, number of dims) the paths that `ignore` lists name: those of matrices."""
+    return sorted(name.removesuffix(".weight") for name, dim in dims if dim == 2 and name.endswith(".weight"))
 
 
 def quantization_config(declared: Declaration) -> dict[str, Any]:

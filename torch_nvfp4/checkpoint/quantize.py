@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..format import NVFP4, Format, get_format, quantize
-from .declare import Declaration, hf_quant_config, quantization_config
+from .declare import Declaration, hf_quant_config, plain_matrices, quantization_config
 from .emit import weight_entries
 from .errors import CheckpointError
 from .files import Reader, TensorInfo
@@ -79,7 +79,7 @@ def quantize_folder(
                 done.weights, done.dense_bytes + info.end - info.begin,
                 done.packed_bytes + sum(part.numel() * part.element_size() for part in packed.values()),
             )  # fmt: skip
-        ignore = sorted(_other_linears(tensors, experts))
+        ignore = plain_matrices((name, len(info.shape)) for name, info in tensors.items() if name not in experts)
         quantization = quantization_config(Declaration(layout, fmt, ignore))
         writer.finish(
             {"config.json": {**config, "quantization_config": quantization},
@@ -160,10 +160,3 @@ def _global_scale(amax: Tensor, divisor: bool) -> tuple[Tensor, Tensor]:
     stored = most / amax if divisor else amax / most
     stored = torch.where(stored.isfinite() & (stored > 0), stored, 1.0)
     return (1 / stored if divisor else stored), stored
-
-
-def _other_linears(tensors: Mapping[str, TensorInfo], experts: Mapping[str, Names]) -> Iterator[str]:
-    """Paths of the matrices that stay dense: what `ignore` lists name."""
-    for name, info in tensors.items():
-        if name.endswith(".weight") and name not in experts and len(info.shape) == 2:
-            yield name.removesuffix(".weight")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..format import get_format
 from ..nn import PROJECTIONS, NVFP4Experts, NVFP4Linear
-from .declare import Declaration, hf_quant_config, quantization_config
+from .declare import Declaration, hf_quant_config, plain_matrices, quantization_config
 from .emit import Named, expert_entries, linear_entries, multipliers_of, stored_scales
 from .entries import PackedExperts, PackedWeight
 from .errors import CheckpointError
@@ -128,7 +128,7 @@ def declare_packed(packed: PackedModules, declared: Any, plain: Mapping[str, Ten
     """
     if isinstance(declared, Mapping) and declared.get("quant_method") == packed.layout:
         return dict(declared)
-    ignore = sorted(n.removesuffix(".weight") for n, t in plain.items() if n.endswith(".weight") and t.dim() == 2)
+    ignore = plain_matrices((name, tensor.dim()) for name, tensor in plain.items())
     activations = any(form.input_scales is not None for form in packed.forms.values())
     return quantization_config(Declaration(packed.layout, get_format(packed.format), ignore, activations))
 
