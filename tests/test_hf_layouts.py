@@ -159,7 +159,7 @@ def test_a_layer_under_another_name_is_refused(tmp_path: Path, renames: Any, tex
 
 
 def test_deepseek_v4_as_released(tmp_path: Path) -> None:
-    """Experts in MXFP4 as int8, attention in FP8 by blocks, under the names of its own code; asked for, or converted."""
+    """Experts in MXFP4 as int8, attention in FP8 by blocks, the names of its own code: asked for, or converted."""
     twin = make_stock("deepseek_v4")
     twin.save_pretrained(tmp_path / "dense")
     released: dict[str, torch.Tensor] = {}
