@@ -22,7 +22,14 @@ from ._hf.quantizer import PackedConfig, pack_on_load
 from ._hf.save import save_packed
 from .nn import NVFP4Experts
 
-__all__ = ["PackedConfig", "dequantize_experts", "nvfp4_experts_forward", "pack_on_load", "quantize_experts", "save_packed"]
+__all__ = [
+    "PackedConfig",
+    "dequantize_experts",
+    "nvfp4_experts_forward",
+    "pack_on_load",
+    "quantize_experts",
+    "save_packed",
+]
 
 
 def nvfp4_experts_forward(

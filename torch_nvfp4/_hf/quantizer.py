@@ -48,6 +48,7 @@ class PackedConfig(QuantizationConfigMixin):
 class PackedQuantizer(HfQuantizer):
     """Places packed modules before transformers loads the plain tensors, and fills them afterwards."""
 
+    quantization_config: PackedConfig
     requires_calibration = False  # True would refuse a checkpoint that only the caller declares
 
     def __init__(self, quantization_config: PackedConfig, **kwargs: Any) -> None:
