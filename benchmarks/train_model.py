@@ -58,7 +58,7 @@ def write_checkpoint(config: Qwen3MoeConfig, folder: Path, device: str) -> None:
     def random_bytes(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator).cpu()
 
-    with FolderWriter(folder) as writer, tempfile.TemporaryDirectory() as nothing_else:
+    with FolderWriter(folder) as writer:
         for name, parameter in stock.state_dict().items():
             if ".mlp.experts." not in name:
                 value = torch.ones(parameter.shape) if parameter.dim() == 1 else torch.empty(parameter.shape)
@@ -85,7 +85,8 @@ def write_checkpoint(config: Qwen3MoeConfig, folder: Path, device: str) -> None:
             "architectures": ["Qwen3MoeForCausalLM"],
             "quantization_config": quantization | {"quant_method": "modelopt", "ignore": ["lm_head"]},
         }
-        writer.finish(json.loads(json.dumps(inside, default=str)), hf_quant_config, Path(nothing_else))
+        plain = json.loads(json.dumps(inside, default=str))
+        writer.finish({"config.json": plain, "hf_quant_config.json": hf_quant_config}, None)
 
 
 def dense_model(config: Qwen3MoeConfig, device: str) -> torch.nn.Module:

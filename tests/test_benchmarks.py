@@ -92,6 +92,15 @@ def test_results_are_of_the_kept_runs(tmp_path: Path) -> None:
     assert (tmp_path / "RESULTS.md").read_text() == (BENCHMARKS / "RESULTS.md").read_text()
 
 
+def test_a_small_model_trains_from_a_checkpoint_that_the_benchmark_wrote(tmp_path: Path) -> None:
+    flags = ("--model", "tiny", "--row", "eager", "--seq-len", "16", "--steps", "4", "--folder", tmp_path / "model")
+    done = run(BENCHMARKS / "train_model.py", *flags, "--out", tmp_path / "result.json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "result.json").read_text())
+    assert told["result"]["tokens_per_second"] > 0 and told["result"]["graph_breaks"] == 0
+    assert report(told, tmp_path, "--plot", "none").count("| tiny, 3 | eager | 16 | 16 |") == 1
+
+
 def test_benchmark_says_what_it_can_do_and_what_it_lacks() -> None:
     done = run(BENCHMARKS / "moe_layer.py", "--help")
     assert done.returncode == 0 and "resident compiled" in done.stdout, done.stderr
