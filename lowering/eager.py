@@ -24,6 +24,7 @@ from .launch import (
     tma_descriptor,
     with_unit_stride,
 )
+from .rows import Rows, quantize_activation, quantize_rows
 from .tokens import combine, moe_route
 from .weight import Weight
 
@@ -35,18 +36,24 @@ def grouped_lora_linear(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `ops.cpu`. Two launches: rows gathered and shrunk to u, then the product with everything else in it.
 
-    merge_aware: two launches for each slice of merged weights in place of the product.
+    merge_aware: two launches for each slice of merged weights in place of the product. w4a4: one more before all, which
+    quantises tokens, not the K times as many rows.
     """
     check_dtype("grouped_lora_linear", x.dtype)
-    _check_compute("grouped_lora_linear", compute)
     rows, offsets = _contiguous(rows), offsets.contiguous()
     weight = Weight.of(codes, scales, global_scale)
     m = x.shape[0] if rows is None else rows.shape[0]
     u = x.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
     merging = Merging.of(merge_aware, lora_a, lora_b, scaling)
-    path = _path(x, m, weight, packed=merging is not None)
-    gathered = x.new_empty(m, row_width(weight.sizes[2], path))
-    _shrink(x, rows, offsets, lora_a, u, gathered, scaling, top_k, by_rank=True, order=ORDER[path])
+    four_bits = compute == "w4a4"
+    path = _path(x, m, weight, packed=merging is not None or four_bits)
+    width, order = row_width(weight.sizes[2], path), ORDER[path]
+    moved = quantize_rows(x, width, order) if four_bits else None
+    if moved is not None and rows is None:
+        _shrink(x, rows, offsets, lora_a, u, None, scaling, top_k, by_rank=True)
+        return _linear(moved, offsets, weight, lora_b, u, bias, None, None, path, merging), u
+    gathered = Rows(x.new_empty(m, width), None if moved is None else x.new_empty(m, dtype=torch.float32))
+    _shrink(x, rows, offsets, lora_a, u, gathered, scaling, top_k, by_rank=True, order=order, moved=moved)
     return _linear(gathered, offsets, weight, lora_b, u, bias, None, None, path, merging), u
 
 
@@ -59,28 +66,38 @@ def glu_grouped_lora_linear(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `ops.cpu`. Three launches: activation × router weight, shrink to u, the product.
 
-    merge_aware: as for `grouped_lora_linear`.
+    merge_aware: as for `grouped_lora_linear`. w4a4: the first launch writes the activation in 4 bits, and unquantised
+    for the shrink where there is LoRA.
     """
     check_dtype("glu_grouped_lora_linear", pre.dtype)
-    _check_compute("glu_grouped_lora_linear", compute)
     rows, offsets = rows.contiguous(), offsets.contiguous()
     weight = Weight.of(codes, scales, global_scale)
     e, _, width = weight.sizes
     pre, m = with_unit_stride(pre), pre.shape[0]
     slot_weights = topk_weights.reshape(-1).contiguous()
     merging = Merging.of(merge_aware, lora_a, lora_b, scaling)
-    path = _path(pre, m, weight, packed=merging is not None)
-    h = pre.new_empty(m, row_width(weight.sizes[2], path))
+    four_bits = compute == "w4a4"
+    path = _path(pre, m, weight, packed=merging is not None or four_bits)
+    h_width, order = row_width(width, path), ORDER[path]
     u = pre.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
-    column_tiles = cdiv(h.shape[1], configs.GLU_COLUMNS)
-    launch(
-        glu.glu_forward, (cdiv(m, configs.GLU_ROWS) * column_tiles,), pre.device,
-        pre, pre.stride(0), slot_weights, rows, offsets, h, e, WIDTH=width, H_WIDTH=h.shape[1],
-        ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, ORDER=ORDER[path], ACTIVATION=activation, LIMIT=limit,
-        DTYPE=TRITON_DTYPE[pre.dtype], num_warps=4,
-    )  # fmt: skip
-    _shrink(h, None, offsets, lora_a, u, None, scaling, 1, by_rank=True, x_order=ORDER[path])
-    return _linear(h, offsets, weight, lora_b, u, bias, rows, slot_weights, path, merging), u
+    if four_bits:
+        operand, h = quantize_activation(
+            pre, slot_weights, rows, offsets, width, h_width, order, activation, limit, need_h=lora_a is not None
+        )
+        order = shrink.PLAIN.value
+    else:
+        h = pre.new_empty(m, h_width)
+        operand = Rows(h)
+        column_tiles = cdiv(h_width, configs.GLU_COLUMNS)
+        launch(
+            glu.glu_forward, (cdiv(m, configs.GLU_ROWS) * column_tiles,), pre.device,
+            pre, pre.stride(0), slot_weights, rows, offsets, h, e, WIDTH=width, H_WIDTH=h_width,
+            ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, ORDER=order, ACTIVATION=activation, LIMIT=limit,
+            DTYPE=TRITON_DTYPE[pre.dtype], num_warps=4,
+        )  # fmt: skip
+    if h is not None:
+        _shrink(h, None, offsets, lora_a, u, None, scaling, 1, by_rank=True, x_order=order)
+    return _linear(operand, offsets, weight, lora_b, u, bias, rows, slot_weights, path, merging), u
 
 
 def grouped_lora_dgrad(
@@ -101,7 +118,7 @@ def grouped_lora_dgrad(
     gathered = None
     if need_gx and (rows is not None or not gy.is_contiguous() or gy.data_ptr() % 16):
         gathered = gy.new_empty(m, n)
-    _shrink(gy, rows, offsets, lora_b, v, gathered, scaling, top_k, by_rank=False)
+    _shrink(gy, rows, offsets, lora_b, v, None if gathered is None else Rows(gathered), scaling, top_k, by_rank=False)
     if not need_gx:
         return gy.new_empty(0, weight.sizes[2]), v
     merging = Merging.of(merge_aware, lora_a, lora_b, scaling)
@@ -164,11 +181,6 @@ def glu_backward(
     return gpre, h, gw
 
 
-def _check_compute(op: str, compute: str) -> None:
-    if compute != "w4a16":
-        raise NotImplementedError(f"nvfp4::{op} has no CUDA kernel for compute={compute!r}")
-
-
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
@@ -179,23 +191,27 @@ def _row_tiles(m: int, e: int, rows: int) -> int:
 
 
 def _shrink(
-    x: Tensor, rows: Tensor | None, offsets: Tensor, factor: Tensor | None, u: Tensor, out: Tensor | None,
+    x: Tensor, rows: Tensor | None, offsets: Tensor, factor: Tensor | None, u: Tensor, out: Rows | None,
     scaling: float, top_k: int, *, by_rank: bool, order: int = shrink.PLAIN.value, x_order: int = shrink.PLAIN.value,
+    moved: Rows | None = None,
 ) -> None:  # fmt: skip
-    """u = scaling · x[rows // top_k] f and, where `out` is given, the rows themselves."""
+    """u = scaling · x[rows // top_k] f and, where `out` is given, the rows themselves, or those of `moved`."""
     if out is None and factor is None:
         return
     x = with_unit_stride(x)
     e, r = offsets.shape[0], u.shape[1]
     factor_width = 0 if factor is None else factor.shape[2 if by_rank else 1]
     ranks = min(padded_rank(r), configs.SHRINK_RANKS)
+    values, row_scale = (None, None) if out is None else out[:2]
+    moved_rows = (None, None) if moved is None else moved[:2]
     launch(
         shrink.shrink,
         (_row_tiles(u.shape[0], e, configs.SHRINK_ROWS), cdiv(r, ranks) if r else 1), x.device,
-        x, x.stride(0), rows, offsets, _contiguous(factor), u, out, scaling, r, top_k,
+        x, x.stride(0), rows, offsets, _contiguous(factor), u, values, scaling, r, top_k, *moved_rows, row_scale,
         E=e, E_POW2=power_of_two(e, 16), WIDTH=x.shape[1], FACTOR_WIDTH=factor_width,
-        OUT_WIDTH=0 if out is None else out.shape[1], R=ranks, ROWS=configs.SHRINK_ROWS,
-        COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=by_rank, X_ORDER=x_order, ORDER=order,
+        OUT_WIDTH=0 if values is None else values.shape[1], R=ranks, ROWS=configs.SHRINK_ROWS,
+        COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=by_rank, X_ORDER=x_order,
+        ORDER=order if moved is None else shrink.PLAIN.value,
         PRECISION=precision(x.dtype), DTYPE=TRITON_DTYPE[x.dtype], num_warps=4,
     )  # fmt: skip
 
@@ -217,7 +233,7 @@ ORDER = {Path.LOOP: shrink.SPLIT.value, Path.HOPPER: shrink.FRAGMENT.value, Path
 
 
 def _path(x: Tensor, m: int, weight: Weight, *, transposed: bool = False, packed: bool = False) -> Path:
-    """The way of a product; `packed` rules the scratch out, whose slices are decoded."""
+    """The way of a product; `packed` rules the scratch out, which neither merges nor scales rows."""
     e, n, _ = weight.sizes
     scratch_fits = not packed and configs.use_scratch(m, e, n, weight.global_scale.shape[1], x.dtype, x.device.index)
     if hopper.supports(weight, x, transposed=transposed):
@@ -271,7 +287,7 @@ def _scratch_product(
 
 
 def _linear(
-    x: Tensor, offsets: Tensor, weight: Weight, lora_b: Tensor | None, u: Tensor, bias: Tensor | None,
+    x: Rows, offsets: Tensor, weight: Weight, lora_b: Tensor | None, u: Tensor, bias: Tensor | None,
     slots: Tensor | None, slot_weights: Tensor | None, path: Path, merging: Merging | None = None,
 ) -> Tensor:  # fmt: skip
     """y `[M, N]` from routed rows in the column order of `path`; `slot_weights` weight the bias."""
@@ -280,35 +296,37 @@ def _linear(
     lora_b, bias = _contiguous(lora_b), _contiguous(bias)
     if path is Path.SCRATCH:
         return _scratch_product(
-            x, offsets, weight, scratch.Epilogue(lora_b, u, bias, slots, slot_weights), transposed=False
+            x.values, offsets, weight, scratch.Epilogue(lora_b, u, bias, slots, slot_weights), transposed=False
         )
-    y = x.new_empty(x.shape[0], weight.sizes[1])
+    y = x.values.new_empty(x.values.shape[0], weight.sizes[1])
     if merging is not None:
         lora_b, u = None, u[:, :0]
     run = hopper.product if path is Path.HOPPER else _loop_linear
+    rows_each = configs.rows_per_expert(y.shape[0], weight.sizes[0])
     for part in Part.all(weight, offsets, merging):
         run(
-            x, part.offsets, part.weight, lora_b, u, None if bias is None else bias[part.experts], slots, slot_weights,
-            out=y, after=part.after,
+            x.values, part.offsets, part.weight, lora_b, u, None if bias is None else bias[part.experts], slots,
+            slot_weights, x.scale, out=y, rows_each=rows_each, after=part.after,
         )  # fmt: skip
     return y
 
 
 def _loop_linear(
     x: Tensor, offsets: Tensor, weight: Weight, lora_b: Tensor | None, u: Tensor, bias: Tensor | None,
-    slots: Tensor | None, slot_weights: Tensor | None, *, out: Tensor, after: bool,
+    slots: Tensor | None, slot_weights: Tensor | None, row_scale: Tensor | None, *, out: Tensor,
+    rows_each: int, after: bool,
 ) -> None:  # fmt: skip
     """As `hopper.product`, in a kernel for every card; x is in SPLIT order."""
     e, n, _ = weight.sizes
     m, dtype = x.shape[0], x.dtype
     limit, has_tma = configs.device_limits(x.device.index)
-    config = configs.linear_config(configs.rows_per_expert(m, e), dtype, limit)
+    config = configs.linear_config(rows_each, dtype, limit)
     tiles = tma_descriptor(x, [config.tokens, config.bytes], has_tma)
     launch(
         grouped_gemm.grouped_linear,
         (_row_tiles(m, e, config.tokens) * cdiv(n, config.outputs),), x.device,
-        x if tiles is None else tiles, weight.codes, weight.scales, weight.global_scale, lora_b, u, bias, slots,
-        slot_weights, offsets, out, n, u.shape[1],
+        x if tiles is None else tiles, row_scale, weight.codes, weight.scales, weight.global_scale, lora_b, u, bias,
+        slots, slot_weights, offsets, out, n, u.shape[1],
         R=padded_rank(u.shape[1]), X_WIDTH=x.shape[1], TOKENS=config.tokens, OUTPUTS=config.outputs,
         BYTES=config.bytes, STAGES=config.stages, TMA=tiles is not None, PACKED_ASM=_packed_asm(weight, dtype, has_tma),
         WGMMA=configs.family(x.device.index) == 9, PRECISION=precision(dtype), WEIGHTED_BIAS=slots is not None,
@@ -327,21 +345,24 @@ def _dgrad(
     gx = gy.new_empty(gy.shape[0], weight.sizes[2])
     if merging is not None:
         lora_a, v = None, v[:, :0]
+    rows_each = configs.rows_per_expert(gy.shape[0], weight.sizes[0])
     for part in Part.all(weight, offsets, merging):
+        options: dict[str, Any] = dict(out=gx, rows_each=rows_each, after=part.after)
         if path is Path.HOPPER:
-            hopper.product(gy, part.offsets, part.weight, lora_a, v, out=gx, transposed=True, after=part.after)
+            hopper.product(gy, part.offsets, part.weight, lora_a, v, transposed=True, **options)
         else:
-            _loop_dgrad(gy, part.offsets, part.weight, lora_a, v, out=gx, after=part.after)
+            _loop_dgrad(gy, part.offsets, part.weight, lora_a, v, **options)
     return gx
 
 
 def _loop_dgrad(
-    gy: Tensor, offsets: Tensor, weight: Weight, lora_a: Tensor | None, v: Tensor, *, out: Tensor, after: bool
-) -> None:
+    gy: Tensor, offsets: Tensor, weight: Weight, lora_a: Tensor | None, v: Tensor, *, out: Tensor,
+    rows_each: int, after: bool,
+) -> None:  # fmt: skip
     e, n, c = weight.sizes
     m, dtype = gy.shape[0], gy.dtype
     limit, has_tma = configs.device_limits(gy.device.index)
-    config = configs.dgrad_config(configs.rows_per_expert(m, e), dtype, limit)
+    config = configs.dgrad_config(rows_each, dtype, limit)
     rows = tma_descriptor(gy, [config.tokens, config.depth], has_tma)
     launch(
         grouped_gemm.grouped_dgrad,

@@ -6,6 +6,7 @@ Inductor passes tensors by position; `given` names them as the kernels do.
 from torch import Tensor
 
 from . import eager
+from .rows import Rows
 from .weight import Weight
 
 
@@ -15,7 +16,7 @@ def linear(*tensors: Tensor, given: str, path: str) -> Tensor:
     x, weight = t["x"], Weight.of(t["codes"], t["scales"], t["global_scale"])
     u = t["u"] if "u" in t else x.new_empty(x.shape[0], 0)
     return eager._linear(
-        x, t["offsets"], weight, t.get("lora_b"), u, t.get("bias"), t.get("slots"), t.get("slot_weights"),
+        Rows(x), t["offsets"], weight, t.get("lora_b"), u, t.get("bias"), t.get("slots"), t.get("slot_weights"),
         eager.Path[path],
     )  # fmt: skip
 

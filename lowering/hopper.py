@@ -35,11 +35,12 @@ def supports(weight: Weight, x: Tensor, *, transposed: bool) -> bool:
 
 def product(
     x: Tensor, offsets: Tensor, weight: Weight, factor: Tensor | None, u: Tensor, bias: Tensor | None = None,
-    slots: Tensor | None = None, slot_weights: Tensor | None = None, *, out: Tensor, transposed: bool = False,
-    after: bool = False,
+    slots: Tensor | None = None, slot_weights: Tensor | None = None, row_scale: Tensor | None = None, *,
+    out: Tensor, rows_each: int, transposed: bool = False, after: bool = False,
 ) -> None:  # fmt: skip
     """Write y `[M, N]` from rows in FRAGMENT order, or, transposed, gx `[M, C]` from rows as they are.
 
+    row_scale: a factor of each row's product. rows_each: how many rows an expert has on average.
     after: the experts are some of more, and `offsets` is preceded by the end row of the expert before.
     """
     kernels = _kernels()
@@ -49,13 +50,13 @@ def product(
     out_width, depth = (c, n) if transposed else (n, c)
     if m == 0:
         return
-    config = configs.hopper_config(configs.rows_per_expert(m, e), transposed)
+    config = configs.hopper_config(rows_each, transposed)
     tiles_m = cdiv(out_width, kernels.OUTPUTS)
     tiles = (m // config.tokens + e) * tiles_m
     programs = min(tiles, (8 // config.warps) * configs.processors(x.device.index))
     launch(
         kernels.grouped_product, (programs,), x.device,
-        kernels.x_boxes(x, config.tokens), kernels.code_boxes(weight.codes, transposed), weight.scales,
+        kernels.x_boxes(x, config.tokens), row_scale, kernels.code_boxes(weight.codes, transposed), weight.scales,
         weight.global_scale, factor, u, bias, slots, slot_weights, offsets, out, n, out_width, u.shape[1],
         tiles, tiles_m, programs,
         R=padded_rank(u.shape[1]), TOKENS=config.tokens, STEPS=cdiv(depth, kernels.DEPTH), STAGES=config.stages,

@@ -11,13 +11,15 @@ import warnings
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from strategies import STRIDES, strided
+from strategies import STRIDES, merges, strided
 from torch import Tensor
 
 from torch_nvfp4 import format as formats
 from torch_nvfp4.format import FORMATS
-from torch_nvfp4.lowering import merge, pack
+from torch_nvfp4.lowering import merge, pack, rows
+from torch_nvfp4.lowering.kernels import shrink
 from torch_nvfp4.ops.merge import merge_lora
+from torch_nvfp4.ops.rows import quantize_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -84,35 +86,6 @@ def check_drawn(dtype: torch.dtype, fmt: str) -> None:
     run()
 
 
-@st.composite
-def merges(draw: st.DrawFn, fmt: str) -> tuple[Tensor, ...]:
-    """A packed weight of any bytes, or quantised from values, and factors of any magnitude, some of them zero."""
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    e, n, blocks, r = (draw(st.integers(1, most)) for most in (3, 9, 3, 5))
-    halves = draw(st.integers(1, 2)) if fmt == "nvfp4" else 1
-    n, c = 2 * n if halves == 2 else n, blocks * FORMATS[fmt].block_size
-    global_scale = torch.rand(e, halves, generator=generator) * draw(st.sampled_from((1.0, 1e-3, 1e-40, 0.0)))
-    if fmt == "mxfp4":
-        global_scale = torch.ones(e, 1)
-    if draw(st.booleans()):
-        codes = torch.randint(0, 256, (e, n, c // 2), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(0, 256, (e, n, blocks), generator=generator, dtype=torch.uint8)
-        scales = scales.view(FORMATS[fmt].scale_dtype)
-    else:
-        weight, given_scale = torch.randn(e, n, c, generator=generator), global_scale if fmt == "nvfp4" else None
-        codes, scales, _ = formats.quantize(weight, given_scale, fmt, check_finite=False)
-    size = 2.0 ** draw(st.sampled_from((-70, -8, 0, 40)))
-    dtype = draw(st.sampled_from(DTYPES))
-    a = (torch.randn(e, r, c, generator=generator) * size * torch.randint(0, 2, (e, 1, c), generator=generator)).to(
-        dtype
-    )
-    b = (torch.randn(e, n, r, generator=generator) * size * torch.randint(0, 2, (e, n, 1), generator=generator)).to(
-        dtype
-    )
-    a, b = (strided(factor, draw(st.sampled_from(STRIDES))) for factor in (a, b))
-    return codes, scales, global_scale, a, b
-
-
 def check_merges(fmt: str) -> None:
     @settings(max_examples=60)
     @given(merges(fmt), st.sampled_from((2.0, 0.3, 0.0)))
@@ -121,6 +94,66 @@ def check_merges(fmt: str) -> None:
         assert torch.equal(got[0], wanted[0]) and torch.equal(got[1].view(torch.uint8), wanted[1].view(torch.uint8))
 
     run()
+
+
+def in_order(x: Tensor, width: int, order: int) -> Tensor:
+    """x `[M, C]`, padded to `width` and its columns in an order of `kernels/shrink.py`, by the words of its page."""
+    x = torch.cat([x, x.new_zeros(x.shape[0], width - x.shape[1])], 1)
+    if order == shrink.SPLIT.value:
+        return torch.cat([x[:, ::2], x[:, 1::2]], 1)
+    if order == shrink.FRAGMENT.value:
+        out = torch.empty_like(x)
+        for c in range(width):
+            t, b, j, h = c % 32 // 8, c // 4 % 2, c // 2 % 2, c % 2
+            out[:, c // 32 * 32 + 16 * j + 8 * h + 2 * t + b] = x[:, c]
+        return out
+    return x
+
+
+def check_rows(x: Tensor) -> None:
+    """4-bit rows: packed, and as values in every column order."""
+    wanted = quantize_rows(x)
+    got = rows.quantize_rows(x, 0, None)
+    assert got.block_scales is not None and got.scale is not None
+    assert torch.equal(got.values, wanted[0]) and torch.equal(got.block_scales, wanted[1].view(torch.uint8))
+    assert same_values(got.scale, wanted[2])
+    ones = torch.ones((), dtype=torch.float32)
+    values = formats.dequantize(wanted[0], wanted[1], ones, x.dtype)
+    width = -(-x.shape[1] // 128) * 128
+    for order in (shrink.PLAIN.value, shrink.SPLIT.value, shrink.FRAGMENT.value):
+        got = rows.quantize_rows(x, width, order)
+        assert got.scale is not None and same_values(got.scale, wanted[2])
+        assert same_values(got.values, in_order(values, width, order)), order
+
+
+def check_drawn_rows(dtype: torch.dtype) -> None:
+    @settings(max_examples=25)
+    @given(inputs(dtype, "nvfp4"))
+    @example((torch.randn(19, 304).to(dtype), None))
+    def run(drawn: tuple[Tensor, Tensor | None]) -> None:
+        x = drawn[0]
+        if x.numel():
+            check_rows(x.flatten(0, -2))
+
+    run()
+
+
+def check_activation_rows() -> None:
+    """Of an activation: the rows that h is in 4 bits where every router weight is 1, and the weights in the scales."""
+    for dtype, activation, limit in ((torch.bfloat16, "silu", None), (torch.float16, "swiglu_oai", 0.5)):
+        m, c = 21, 80
+        pre = torch.randn(m, 2 * c).to(dtype)
+        slots, offsets = torch.randperm(m, dtype=torch.int32), torch.tensor([4, 4, m], dtype=torch.int32)
+        args = pre, torch.ones(m), slots, offsets, c, 128, None, activation, limit
+        got, h = rows.quantize_activation(*args, need_h=True)
+        assert h is not None and got.block_scales is not None
+        codes, scales, scale = quantize_rows(h)
+        assert torch.equal(got.values, codes) and torch.equal(got.block_scales, scales.view(torch.uint8))
+        assert torch.equal(got.scale, scale)
+        weights = torch.randn(m)
+        weighted, none = rows.quantize_activation(args[0], weights, *args[2:], need_h=False)
+        assert none is None and torch.equal(weighted.values, codes)
+        assert torch.equal(weighted.scale, scale * weights[slots.long()])
 
 
 def check_every_byte(fmt: str) -> None:
@@ -148,6 +181,10 @@ if __name__ == "__main__":
     settings.load_profile("here")
     use_cpu_tensors()
     check_large()
+    for kind in DTYPES[:3]:
+        check_drawn_rows(kind)
+        print(f"rows {kind} ok", flush=True)
+    check_activation_rows()
     for name in FORMATS:
         check_every_byte(name)
         check_merges(name)

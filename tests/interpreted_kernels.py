@@ -93,9 +93,9 @@ def check_route() -> None:
             assert torch.equal(got, wanted), (name, t, k, e, pattern)
 
 
-def check_layer(merge_aware: bool = False, **sizes: object) -> None:
+def check_layer(merge_aware: bool = False, compute: str = "w4a16", **sizes: object) -> None:
     """Every grouped op of one layer, forward and backward, on the same inputs."""
-    numbers = {"merge_aware": merge_aware}
+    backward, numbers = {"merge_aware": merge_aware}, {"merge_aware": merge_aware, "compute": compute}
     layer = make_layer(**sizes)
     options = {k: layer.options[k] for k in ("activation", "limit")}
     dtype, top_k = layer.x.dtype, layer.topk_ids.shape[1]
@@ -122,9 +122,9 @@ def check_layer(merge_aware: bool = False, **sizes: object) -> None:
     out = routing.combine(y, inverse, top_k, dtype)
     compare("combine", eager.combine(y, inverse, top_k, dtype), out, dtype)
     gy = torch.randn(out.shape).to(dtype)
-    gh, v = both("grouped_lora_dgrad", gy, rows, offsets, *down, scaling=0.5, top_k=top_k, **numbers)
+    gh, v = both("grouped_lora_dgrad", gy, rows, offsets, *down, scaling=0.5, top_k=top_k, **backward)
     gpre, h, _ = both("glu_backward", pre, layer.topk_weights, gh, rows, offsets, gy, rows, layer.down_bias, **options)
-    both("grouped_lora_dgrad", gpre, None, offsets, *gate_up, scaling=2.0, **numbers)
+    both("grouped_lora_dgrad", gpre, None, offsets, *gate_up, scaling=2.0, **backward)
     for p, p_rows, q, q_rows in (
         (v, None, h, None),
         (gy, rows, u, None),
@@ -156,6 +156,25 @@ LAYERS: dict[str, dict[str, Any]] = {
     "merge-aware bf16 bias": dict(dtype=BF16, bias=True, pattern="sentinel", h=48, t=40, e=5, merge_aware=True),
     "merge-aware mxfp4": dict(dtype=F32, fmt="mxfp4", h=96, i=32, merge_aware=True),
     "merge-aware, one projection": dict(dtype=BF16, ranks=(None, 3), merge_aware=True),
+    "w4a4 bf16 bias": dict(dtype=BF16, bias=True, pattern="sentinel", h=48, i=80, t=40, compute="w4a4"),
+    "w4a4 fp32 without LoRA below": dict(dtype=F32, t=9, ranks=(3, None), activation="gelu", compute="w4a4"),
+    "w4a4 fp16 relu2, rank 17": dict(
+        dtype=F16, activation="relu2", pattern="one_expert", ranks=(None, 17), t=40, h=304, compute="w4a4"
+    ),
+    "w4a4 mxfp4 swiglu_oai": dict(
+        dtype=BF16,
+        fmt="mxfp4",
+        activation="swiglu_oai",
+        limit=0.5,
+        bias=True,
+        h=96,
+        i=32,
+        compute="w4a4",
+        stride_of=lambda tensor: strided(tensor, "sliced"),
+    ),
+    "w4a4, no tokens": dict(dtype=BF16, t=0, compute="w4a4"),
+    "w4a4, nothing routed": dict(dtype=BF16, pattern="none", compute="w4a4"),
+    "w4a4 merge-aware": dict(dtype=BF16, bias=True, pattern="minus_one", t=40, compute="w4a4", merge_aware=True),
 }
 
 

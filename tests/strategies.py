@@ -182,3 +182,32 @@ def layers(
         stride_of=lambda tensor: strided(tensor, draw(st.sampled_from(STRIDES))),
         seed=draw(st.integers(0, 2**31)),
     )
+
+
+@st.composite
+def merges(draw: st.DrawFn, fmt: str) -> tuple[Tensor, ...]:
+    """Arguments of `merge_lora`: a weight of any bytes, or quantised, and factors of any magnitude, some zero."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    e, n, blocks, r = (draw(st.integers(1, most)) for most in (3, 9, 3, 5))
+    halves = draw(st.integers(1, 2)) if fmt == "nvfp4" else 1
+    n, c = 2 * n if halves == 2 else n, blocks * get_format(fmt).block_size
+    global_scale = torch.rand(e, halves, generator=generator) * draw(st.sampled_from((1.0, 1e-3, 1e-40, 0.0)))
+    if fmt == "mxfp4":
+        global_scale = torch.ones(e, 1)
+    if draw(st.booleans()):
+        codes = torch.randint(0, 256, (e, n, c // 2), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(0, 256, (e, n, blocks), generator=generator, dtype=torch.uint8)
+        scales = scales.view(get_format(fmt).scale_dtype)
+    else:
+        weight, given_scale = torch.randn(e, n, c, generator=generator), global_scale if fmt == "nvfp4" else None
+        codes, scales, _ = quantize(weight, given_scale, fmt, check_finite=False)
+    size = 2.0 ** draw(st.sampled_from((-70, -8, 0, 40)))
+    dtype = draw(st.sampled_from((*HALF_OR_FULL, torch.float64)))
+    a = (torch.randn(e, r, c, generator=generator) * size * torch.randint(0, 2, (e, 1, c), generator=generator)).to(
+        dtype
+    )
+    b = (torch.randn(e, n, r, generator=generator) * size * torch.randint(0, 2, (e, n, 1), generator=generator)).to(
+        dtype
+    )
+    a, b = (strided(factor, draw(st.sampled_from(STRIDES))) for factor in (a, b))
+    return codes, scales, global_scale, a, b

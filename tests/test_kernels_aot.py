@@ -19,13 +19,15 @@ from torch_nvfp4.lowering.kernels import (
     merge,
     quantize,
     route,
+    rows,
     scratch,
     shrink,
     wgrad,
 )
 from torch_nvfp4.lowering.launch import TRITON_DTYPE, precision
 
-SIZES = dict(E_POW2=128, C=2048, B=16, S=2, R=16, UNIT=128.0, DTYPE=tl.bfloat16, PRECISION=None, AFTER=False)
+SIZES = dict(E_POW2=128, C=2048, B=16, S=2, R=16, UNIT=128.0, DTYPE=tl.bfloat16, PRECISION=None, AFTER=False,
+             row_scale=None, moved=None)  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MATRIX_INSTRUCTION = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.sync"}
 """By family; float32 runs on the ordinary cores of all of them."""
@@ -47,13 +49,18 @@ def _descriptor(arch: int, dtype: torch.dtype, rows: int, columns: int) -> str |
 
 
 @cache
-def linear(config: configs.LinearConfig, arch: int, dtype: torch.dtype = torch.bfloat16, mx: bool = False) -> Any:
+def linear(
+    config: configs.LinearConfig, arch: int, dtype: torch.dtype = torch.bfloat16, mx: bool = False,
+    four_bits: bool = False,
+) -> Any:  # fmt: skip
     constants = SIZES | dict(
         bias=None, slots=None, slot_weights=None, X_WIDTH=2048, TOKENS=config.tokens, OUTPUTS=config.outputs,
         BYTES=config.bytes, STAGES=config.stages, WEIGHTED_BIAS=False,
     ) | _options(arch, dtype, mx)  # fmt: skip
-    rows = _descriptor(arch, dtype, config.tokens, config.bytes)
-    return build(grouped_gemm.grouped_linear, arch, constants, {"x": rows} if rows else {}, config.warps)
+    if four_bits:
+        del constants["row_scale"]
+    x = _descriptor(arch, dtype, config.tokens, config.bytes)
+    return build(grouped_gemm.grouped_linear, arch, constants, {"x": x} if x else {}, config.warps)
 
 
 @cache
@@ -100,6 +107,11 @@ def test_other_dtypes_and_mxfp4_compile_and_fit(arch: int, dtype: torch.dtype, m
     linear(chosen(configs.linear_config, arch, dtype)[0], arch, dtype, mx)
 
 
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_products_of_4_bit_rows_compile_and_fit(arch: int) -> None:
+    linear(chosen(configs.linear_config, arch, torch.bfloat16)[0], arch, four_bits=True)
+
+
 @pytest.mark.parametrize("tile", chosen(configs.linear_config, 90, torch.bfloat16), ids=str)
 def test_on_hopper_the_decoded_weight_stays_in_registers(tile: configs.LinearConfig) -> None:
     """It is never written to shared memory in the loop."""
@@ -137,6 +149,9 @@ ROW_KERNELS = {
         WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_RANKS, ROWS=configs.SHRINK_ROWS,
         COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=True, X_SPLIT=False, SPLIT=True, X_ORDER=0,
         ORDER=1)),
+    "gather of 4-bit rows": (shrink.shrink, dict(
+        WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_RANKS, ROWS=configs.SHRINK_ROWS,
+        COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=True, X_ORDER=0, ORDER=0)),
     "glu": (glu.glu_forward, dict(
         WIDTH=768, H_WIDTH=768, ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, SPLIT=True, ORDER=1,
         ACTIVATION="silu", LIMIT=None)),
@@ -156,7 +171,27 @@ ROW_KERNELS = {
 def test_row_kernels_compile_and_fit(name: str, arch: int) -> None:
     kernel, constants = ROW_KERNELS[name]
     types = {"rows": "*bf16"} if name == "combine" else {"out": "*fp32"} if name == "wgrad" else {}
-    build(kernel, arch, SIZES | constants, types, 8 if name.startswith("route") else 4)
+    sizes = dict(SIZES)
+    if name.endswith("4-bit rows"):
+        types = {"moved": "*bf16"}
+        del sizes["moved"], sizes["row_scale"]
+    build(kernel, arch, sizes | constants, types, 8 if name.startswith("route") else 4)
+
+
+ROWS = dict(
+    slot_weights=None, slots=None, offsets=None, h=None, WIDTH=2048, OUT_WIDTH=2048, ROWS=configs.GLU_ROWS,
+    COLUMNS=configs.GLU_COLUMNS, ORDER=2, ACTIVATION=None, LIMIT=None, DTYPE=tl.bfloat16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_an_activation_in_4_bits_compiles_and_divides_exactly(activation: str, arch: int) -> None:
+    given = ("slot_weights", "slots", "offsets", "h")
+    constants = {name: value for name, value in ROWS.items() if name not in given}
+    constants |= dict(codes=None, scales=None, WIDTH=768, OUT_WIDTH=768, ACTIVATION=activation)
+    ptx = build(rows.quantize_rows, arch, constants, {}, enable_fp_fusion=False).asm["ptx"]
+    assert "div.rn.f32" in ptx and ".ftz" not in ptx
 
 
 def _format_kernels(block: int) -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -175,6 +210,8 @@ def _format_kernels(block: int) -> dict[str, tuple[Any, dict[str, Any]]]:
                 BLOCKS=merge_launcher.ELEMENTS // merge_launcher.ROWS // block,
             ),
         ),
+        "rows": (rows.quantize_rows, ROWS | dict(codes=None, scales=None)),
+        "packed rows": (rows.quantize_rows, ROWS | dict(out=None, ORDER=None)),
         "partial_amax": (quantize.partial_amax, dict(SIZE=pack.ELEMENTS)),
         "computed_scale": (quantize.computed_scale, dict(SIZE=pack.AMAX_PROGRAMS)),
     }
@@ -189,10 +226,10 @@ def _format_kernels(block: int) -> dict[str, tuple[Any, dict[str, Any]]]:
 )  # fmt: skip
 def test_quantising_divides_exactly_and_fuses_nothing_fault_a21(arch: int, block: int, x: str, size: str) -> None:
     """i64 is what a launch makes of a size from 2^31 on."""
-    types = dict(x=x, out=x, blocks=size, total=size, a=x, b=x, out_codes="*u8", out_scales="*u8")
+    types = dict(x=x, out=x, row_scale="*fp32", blocks=size, total=size, a=x, b=x, out_codes="*u8", out_scales="*u8")
     for name, (kernel, constants) in _format_kernels(block).items():
         ptx = build(kernel, arch, constants, types, enable_fp_fusion=False).asm["ptx"]
-        divides = name in ("quantize", "fake_quantize", "computed_scale", "merge")
+        divides = name not in ("dequantize", "partial_amax")
         assert ("div.rn.f32" in ptx) == divides, name
         for inexact in (".ftz", "div.full", "div.approx", "rcp", "fma"):
             assert inexact not in ptx, (name, inexact)

@@ -25,10 +25,11 @@ def build(config: configs.HopperConfig, transposed: bool, **changed: Any) -> Any
     sizes = dict(E_POW2=128, C=C, B=16, S=2, R=16, UNIT=128.0, DTYPE=tl.bfloat16) | changed
     dtype, name = (torch.bfloat16, "bf16") if sizes["DTYPE"] == tl.bfloat16 else (torch.float16, "fp16")
     constants = dict(
-        bias=None, slots=None, slot_weights=None, TOKENS=config.tokens, STEPS=(N if transposed else C) // hopper.DEPTH,
-        STAGES=config.stages, WARPS=config.warps, TRANSPOSED=transposed, WEIGHTED_BIAS=False, RAGGED=False,
-        AFTER=False,
+        bias=None, slots=None, slot_weights=None, row_scale=None, TOKENS=config.tokens,
+        STEPS=(N if transposed else C) // hopper.DEPTH, STAGES=config.stages, WARPS=config.warps,
+        TRANSPOSED=transposed, WEIGHTED_BIAS=False, RAGGED=False, AFTER=False,
     ) | sizes  # fmt: skip
+    constants.pop(constants.pop("given", None), None)
     x = hopper.x_boxes(torch.empty(256, C, dtype=dtype), config.tokens)
     codes = hopper.code_boxes(torch.empty(2, N, C // 2, dtype=torch.uint8), transposed)
     types = POINTERS | {
@@ -80,8 +81,15 @@ def test_no_product_runs_on_registers_that_are_reused(config: configs.HopperConf
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     "kind",
-    [dict(DTYPE=tl.float16), dict(B=32, UNIT=1.0, S=1), dict(R=0, S=1), dict(R=64), dict(AFTER=True)],
-    ids=["fp16", "mxfp4", "no LoRA", "a large rank", "a slice of experts"],
+    [
+        dict(DTYPE=tl.float16),
+        dict(B=32, UNIT=1.0, S=1),
+        dict(R=0, S=1),
+        dict(R=64),
+        dict(AFTER=True),
+        dict(given="row_scale"),
+    ],
+    ids=["fp16", "mxfp4", "no LoRA", "a large rank", "a slice of experts", "4-bit rows"],
 )
 def test_other_formats_and_ranks_are_built(kind: dict[str, Any], transposed: bool) -> None:
     config = configs.hopper_config(4096, transposed)

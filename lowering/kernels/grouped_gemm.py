@@ -2,7 +2,8 @@
 
 `x` comes in the order that `shrink.py` writes: routed rows, all even columns in the first half and all odd ones in the
 second, each half padded with zeros to a multiple of the tile. Then the low nibbles of a tile of bytes meet one x tile
-and the high nibbles another, and nothing is ever interleaved.
+and the high nibbles another, and nothing is ever interleaved. A linear product's rows may have a scale each (4-bit
+rows, see `rows.py`).
 """
 
 import triton
@@ -51,7 +52,8 @@ def _half_scales(global_scale, expert, n, N, S: tl.constexpr, UNIT: tl.constexpr
 
 @triton.jit
 def linear_tile(
-    x, codes, scales, global_scale, lora_b, u, bias, slots, slot_weights, y, expert, row, end, n_tile, N, lora_r,
+    x, row_scale, codes, scales, global_scale, lora_b, u, bias, slots, slot_weights, y, expert, row, end, n_tile, N,
+    lora_r,
     C: tl.constexpr, B: tl.constexpr, S: tl.constexpr, R: tl.constexpr, X_WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PACKED_ASM: tl.constexpr, WGMMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -81,6 +83,8 @@ def linear_tile(
     acc *= _half_scales(global_scale, expert, n, N, S, UNIT)[:, None]
 
     rows = row + tl.arange(0, TOKENS)
+    if row_scale is not None:
+        acc *= tl.load(row_scale + rows, mask=rows < end, other=0.0)[None, :]
     for first_rank in tl.static_range(0, R, 32):  # a piece at a time, so that no rank outgrows shared memory
         r = first_rank + tl.arange(0, min(R, 32))
         b_tile = tl.load(
@@ -104,7 +108,7 @@ def linear_tile(
 
 @triton.jit
 def grouped_linear(
-    x, codes, scales, global_scale, lora_b, u, bias, slots, slot_weights, offsets, y, N, lora_r,
+    x, row_scale, codes, scales, global_scale, lora_b, u, bias, slots, slot_weights, offsets, y, N, lora_r,
     E, E_POW2: tl.constexpr, C: tl.constexpr, B: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     X_WIDTH: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PACKED_ASM: tl.constexpr, WGMMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -115,7 +119,7 @@ def grouped_linear(
     expert, row, end = locate_tile(tile // tiles_n, offsets, E, E_POW2, TOKENS, AFTER)
     if row < end:
         linear_tile(
-            x, codes, scales, global_scale, lora_b, u, bias, slots, slot_weights, y, expert, row, end,
+            x, row_scale, codes, scales, global_scale, lora_b, u, bias, slots, slot_weights, y, expert, row, end,
             tile % tiles_n, N, lora_r, C, B, S, R, X_WIDTH, TOKENS, OUTPUTS, BYTES, STAGES, TMA, PACKED_ASM,
             WGMMA, PRECISION, WEIGHTED_BIAS, UNIT, DTYPE,
         )  # fmt: skip

@@ -466,8 +466,8 @@ def _store(
 
 @gluon.jit
 def _consume(
-    full, empty, x_ring, codes_ring, scales, global_scale, factor, u, bias, slots, slot_weights, offsets, out,
-    N, out_width, lora_r, tiles, tiles_m, programs,
+    full, empty, x_ring, codes_ring, row_scale, scales, global_scale, factor, u, bias, slots, slot_weights, offsets,
+    out, N, out_width, lora_r, tiles, tiles_m, programs,
     E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
     TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, RAGGED: gl.constexpr, UNIT: gl.constexpr,
@@ -542,6 +542,9 @@ def _consume(
                 acc = acc * gl.where(m < N // 2, g0, g1)[:, None]
             else:
                 acc = acc * (gl.load(global_scale + expert) * UNIT)
+            if row_scale is not None:
+                token = row + gl.arange(0, TOKENS, gl.SliceLayout(0, MMA))
+                acc = acc * gl.load(row_scale + token, mask=token < end, other=0.0)[None, :]
             if R > 0:
                 acc = _add_lora(
                     acc, factor, u, expert, row, end, m0, out_width, lora_r, R, TOKENS, TRANSPOSED, WARPS, OPERAND,
@@ -566,8 +569,8 @@ def _out_layout(tokens, warps):
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_m", "programs"])
 def grouped_product(
-    x, codes, scales, global_scale, factor, u, bias, slots, slot_weights, offsets, out, N, out_width, lora_r,
-    tiles, tiles_m, programs,
+    x, row_scale, codes, scales, global_scale, factor, u, bias, slots, slot_weights, offsets, out, N, out_width,
+    lora_r, tiles, tiles_m, programs,
     E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
     TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, RAGGED: gl.constexpr, UNIT: gl.constexpr,
@@ -585,9 +588,9 @@ def grouped_product(
     gl.warp_specialize(
         [
             (_consume, (
-                full, empty, x_ring, codes_ring, scales, global_scale, factor, u, bias, slots, slot_weights, offsets,
-                out, N, out_width, lora_r, tiles, tiles_m, programs, E, E_POW2, C, B, S, R, TOKENS, STEPS, STAGES,
-                WARPS, TRANSPOSED, WEIGHTED_BIAS, RAGGED, UNIT, DTYPE, AFTER)),
+                full, empty, x_ring, codes_ring, row_scale, scales, global_scale, factor, u, bias, slots, slot_weights,
+                offsets, out, N, out_width, lora_r, tiles, tiles_m, programs, E, E_POW2, C, B, S, R, TOKENS, STEPS,
+                STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, RAGGED, UNIT, DTYPE, AFTER)),
             (_produce, (
                 x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles, tiles_m, programs,
                 E, E_POW2, TOKENS, STEPS, STAGES, TRANSPOSED, S, AFTER)),

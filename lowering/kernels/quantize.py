@@ -11,7 +11,7 @@ from .decode import block_scale, decode_pair
 
 
 @triton.jit
-def _magnitude_bits(x):
+def magnitude_bits(x):
     """|x| as the bits of an fp32, which order as integers do; NaN and infinity are 0x7F800000 and more."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -24,9 +24,16 @@ def partial_amax(x, partial, total, SIZE: tl.constexpr):
     largest = tl.zeros((SIZE,), tl.int32)
     for start in range(program * SIZE, total, step):
         where = start + tl.arange(0, SIZE)
-        bits = _magnitude_bits(tl.load(x + where, mask=where < total, other=0.0))
+        bits = magnitude_bits(tl.load(x + where, mask=where < total, other=0.0))
         largest = tl.maximum(largest, tl.where(bits < 0x7F800000, bits, 0))
     tl.store(partial + program, tl.max(largest, 0))
+
+
+@triton.jit
+def amax_scale(amax):
+    """amax / 2688, 1 where that is 0."""
+    scale = tl.div_rn(amax, 2688.0)
+    return tl.where(scale > 0.0, scale, 1.0)
 
 
 @triton.jit
@@ -34,8 +41,7 @@ def computed_scale(partial, count, global_scale, SIZE: tl.constexpr):
     """global_scale = amax / 2688, 1 where that is 0."""
     programs = tl.arange(0, SIZE)
     amax = tl.max(tl.load(partial + programs, mask=programs < count, other=0), 0).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, 2688.0)
-    tl.store(global_scale, tl.where(scale > 0.0, scale, 1.0))
+    tl.store(global_scale, amax_scale(amax))
 
 
 @triton.jit
@@ -74,7 +80,7 @@ def _e2m1_code(magnitude):
 def encode(tile, g, B: tl.constexpr, MX: tl.constexpr):
     """(codes `[N, B/2]`, scale bytes `[N]`), both uint8, of fp32 blocks `[N, B]` under global scales `[N]`."""
     NAN: tl.constexpr = 0xFF if MX else 0x7F
-    amax_bits = tl.max(_magnitude_bits(tile), 1)
+    amax_bits = tl.max(magnitude_bits(tile), 1)
     finite = amax_bits < 0x7F800000
     byte, divisor = _block_scales(amax_bits, g, MX)
     byte = tl.where(finite, byte, NAN)

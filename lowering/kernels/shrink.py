@@ -50,7 +50,7 @@ def store_rows(
 
 @triton.jit
 def shrink(
-    x, x_stride, slots, offsets, factor, u, out, scaling, lora_r, top_k,
+    x, x_stride, slots, offsets, factor, u, out, scaling, lora_r, top_k, moved, moved_scale, row_scale,
     E, E_POW2: tl.constexpr, WIDTH: tl.constexpr, FACTOR_WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
     R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_RANK: tl.constexpr, X_ORDER: tl.constexpr,
     ORDER: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
@@ -58,7 +58,8 @@ def shrink(
     """u = scaling · x[slots // top_k] f, and the rows themselves into `out` in column order ORDER, zero-padded.
 
     f is `[R, FACTOR_WIDTH]` (BY_RANK, lora_a) or `[FACTOR_WIDTH, R]` (lora_b); x has its columns in order X_ORDER.
-    Programs along axis 1 take R ranks each; the first of them also moves the rows.
+    Programs along axis 1 take R ranks each; the first of them also moves the rows. moved: rows to move in place of x's,
+    OUT_WIDTH wide and in their order already, and a scale of each to `row_scale`.
     """
     expert, row, end = locate_tile(tl.program_id(0), offsets, E, E_POW2, ROWS)
     if row < end:
@@ -68,6 +69,9 @@ def shrink(
         if slots is not None:
             source = (tl.load(slots + rows, mask=inside, other=0) // top_k).to(tl.int64)
         x_rows = x + source[:, None] * x_stride
+        if moved is not None:
+            if tl.program_id(1) == 0:
+                tl.store(row_scale + rows, tl.load(moved_scale + source, mask=inside, other=0.0), mask=inside)
         if R > 0:
             r = tl.program_id(1) * R + tl.arange(0, R)
             factor_e = factor + expert.to(tl.int64) * lora_r * FACTOR_WIDTH
@@ -85,7 +89,14 @@ def shrink(
                 acc = tl.dot(tile, f.to(DTYPE), acc, input_precision=PRECISION)
             if out is not None:
                 if tl.program_id(1) == 0:
-                    store_rows(out, rows, inside, column, tile, OUT_WIDTH, ROWS, COLUMNS, ORDER)
+                    if moved is None:
+                        store_rows(out, rows, inside, column, tile, OUT_WIDTH, ROWS, COLUMNS, ORDER)
+                    else:
+                        mask = inside[:, None] & (columns < OUT_WIDTH)[None, :]
+                        moved_tile = tl.load(
+                            moved + source[:, None] * OUT_WIDTH + columns[None, :], mask=mask, other=0.0
+                        )
+                        store_rows(out, rows, inside, column, moved_tile, OUT_WIDTH, ROWS, COLUMNS, ORDER)
         if R > 0:
             where = rows.to(tl.int64)[:, None] * lora_r + r[None, :]
             tl.store(u + where, (acc * scaling).to(DTYPE), mask=inside[:, None] & (r < lora_r)[None, :])
