@@ -18,7 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ._lora import files, peft, per_expert, stacked
+from ._lora import files, peft, per_expert
+from ._lora.read import read_for
 from ._lora.sites import (
     LoRALinear,
     LoRASpec,
@@ -29,6 +30,7 @@ from ._lora.sites import (
     iter_sites,
     replace_module,
 )
+from ._lora.stamp import KEY, mark, stamp_of, warn_unless_merge_aware
 
 __all__ = [
     "LoRALinear",
@@ -142,19 +144,24 @@ def save_adapter(
     """Write adapter_model.safetensors and adapter_config.json, which stock PEFT loads on the dense model.
 
     Files are replaced by rename: a kill at any moment leaves the old adapter, the new one, or (only where the
-    configuration changed) a directory that `load_adapter` refuses; never a mixture. ValueError without
-    adapters.
+    configuration changed) a directory that `load_adapter` refuses; never a mixture. Adapters of a merge-aware
+    model are stamped in adapter_config.json. ValueError without adapters.
     """
     config = peft.config_of(model)
     class_name = type(getattr(model, "_orig_mod", model)).__name__
     task_type = "CAUSAL_LM" if class_name.endswith("ForCausalLM") else None
     data = peft.config_to_json(config, base_model=base_model_name_or_path, task_type=task_type)
-    files.write_adapter(Path(directory), adapter_state_dict(model), data)
+    files.write_adapter(Path(directory), adapter_state_dict(model), data | _stamped(model))
+
+
+def _stamped(model: nn.Module) -> dict[str, dict[str, object]]:
+    stamp = stamp_of(site.module for site in adapted_sites(model))
+    return {} if stamp is None else {KEY: stamp.to_json()}
 
 
 def export_adapter(
     model: nn.Module, directory: str | os.PathLike[str], *, layout: Literal["3d", "2d"] = "2d",
-    base_model_name_or_path: str | None = None,
+    base_model_name_or_path: str | None = None, force: bool = False,
 ) -> None:  # fmt: skip
     """Write the adapters for others to read.
 
@@ -164,12 +171,18 @@ def export_adapter(
     """
     if layout not in ("3d", "2d"):
         raise ValueError(f"layout must be '3d' or '2d', got {layout!r}")
+    stamp = _stamped(model)
+    if stamp and not force:
+        raise ValueError(
+            "these adapters were trained merge-aware: they are right once merged into 4 bits (save_adapter, then "
+            "torch-nvfp4 merge), and worse when served beside the base; force=True exports them all the same"
+        )
     if layout == "3d":
         save_adapter(model, directory, base_model_name_or_path=base_model_name_or_path)
         return
     config = per_expert.per_expert_config(model)
     data = peft.config_to_json(config, base_model=base_model_name_or_path, task_type="CAUSAL_LM")
-    files.write_adapter(Path(directory), per_expert.per_expert_state(model), data)
+    files.write_adapter(Path(directory), per_expert.per_expert_state(model), data | stamp)
 
 
 def load_adapter(
@@ -188,19 +201,19 @@ def load_adapter(
 
     Raises ValueError, before the model is changed and naming the key, for missing
     or unexpected keys, for a shape that does not fit E, R or the layer, and for a config that asks for what
-    this library does not do.
+    this library does not do. Warns where the adapter was trained merge-aware and the model is not
+    (`torch_nvfp4.nn.set_numerics`).
     """
-    state, data = files.read_adapter(Path(directory))
-    config, sites = peft.config_from_json(data, lora_b_layout), list(iter_sites(model))
-    is_stacked = not per_expert.is_per_expert(state)
-    specs = config.targeted(sites) if is_stacked else per_expert.specs_of(state, config, sites)
-    _check_same_adapters(model, specs)
-    values = (stacked if is_stacked else per_expert).factors_of(state, config, specs)
+    found = read_for(Path(directory), list(iter_sites(model)), lora_b_layout)
+    _check_same_adapters(model, found.specs)
+    values, adapted = found.values(), [site.module for site in found.specs]
+    warn_unless_merge_aware(found.stamp, adapted, stacklevel=2)
     if not adapted_sites(model):
         model.requires_grad_(False)
+    mark(adapted, found.stamp is not None)
     for site, (a, b) in values.items():
-        placed = site if site.factors is not None else attach(model, site, specs[site], a.dtype)
-        placed.set_spec(specs[site])
+        placed = site if site.factors is not None else attach(model, site, found.specs[site], a.dtype)
+        placed.set_spec(found.specs[site])
         with torch.no_grad():
             for factor, value in zip(placed.factors or (), (a, b), strict=True):
                 factor.copy_(value)
@@ -221,6 +234,7 @@ def _check_same_adapters(model: nn.Module, specs: dict[Site, LoRASpec]) -> None:
 
 def remove_adapters(model: nn.Module) -> None:
     """Take every adapter off the model, in place; base weights are as they were, and stay frozen."""
+    mark((site.module for site in adapted_sites(model)), False)
     for site in adapted_sites(model):
         if isinstance(site.module, LoRALinear):
             replace_module(model, site.module, site.module.base_layer)

@@ -32,8 +32,15 @@ def convert_folder(
     CheckpointError for a folder that cannot be read, holds nothing packed or has that layout already, and for weights
     that the layout cannot hold.
     """
-    checkpoint = open_checkpoint(source)
-    format = _check(checkpoint, layout)
+    return convert_checkpoint(open_checkpoint(source), out, layout, exact, shard_bytes, progress)
+
+
+def convert_checkpoint(
+    checkpoint: Checkpoint, out: Path, layout: str, exact: bool, shard_bytes: int,
+    progress: Callable[[str], None] | None,
+) -> Written:  # fmt: skip
+    """`convert_folder` of an opened checkpoint, whose weights need not be those of its files."""
+    source, format = checkpoint.folder, _check(checkpoint, layout)
     inexact, forms = 0, {}
     for path in (*checkpoint.experts, *checkpoint.linears):
         form = forms[path] = retarget(path, checkpoint.form(path), layout, format, checkpoint.config)
@@ -50,7 +57,7 @@ def convert_folder(
         except CheckpointError as error:  # of a reader, which names its file, or of what the new layout cannot hold
             raise error if str(source) in str(error) else CheckpointError(f"{source}: {error}") from None
         quantization = _quantization(checkpoint, forms, layout, format)
-        config = _without_quantization(checkpoint.config) | {"quantization_config": quantization}
+        config = without_quantization(checkpoint.config) | {"quantization_config": quantization}
         hf_quant = hf_quant_config(quantization, get_format(format).block_size)
         writer.finish({"config.json": config, "hf_quant_config.json": hf_quant}, source)
     weights = sum(len(forms[path].stems(path, entry.num_experts)) for path, entry in checkpoint.experts.items())
@@ -122,7 +129,8 @@ def _has_fp8_cache(checkpoint: Checkpoint) -> bool:
     return details.get("kv_cache_quant_algo") == "FP8" or any(each.get("kv_cache_scheme") for each in declared)
 
 
-def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """A model's config.json without `quantization_config`."""
     kept = {key: value for key, value in config.items() if key != "quantization_config"}
     if isinstance(text := kept.get("text_config"), dict):
         kept["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}

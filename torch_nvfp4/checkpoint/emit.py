@@ -4,6 +4,7 @@ Bytes move, as in `read`, whose inverse this is.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +75,52 @@ def linear_entries(path: str, form: Form, weight: PackedWeight) -> Named:
     global_scale = None if stored is None else _checked(path, form.names, stored[0, 0])
     input_scale = _input_scale(form, 0, 0)
     yield from weight_entries(path, form.names, weight.codes, weight.scales, global_scale, input_scale, form.repeat)
+
+
+class DenseExperts(NamedTuple):
+    """`PackedExperts` as dense weights: gate_up `[E, 2I, H]` (`[E, I, H]` if not gated), down `[E, H, I]`, biases."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def dense_expert_entries(path: str, form: Form, stacked: bool | None, pieces: Iterable[DenseExperts]) -> Named:
+    """The tensors of a layer's dense experts, under the names that they have in the packed file without its endings.
+
+    stacked: None for experts one by one. Otherwise all are in one tensor, `[E, C, N]` as gpt-oss and Llama 4 have it,
+        and it says whether rows of gate and up alternate; then all pieces are held.
+    """
+    first = 0
+    for piece in pieces if stacked is None else [_joined_dense(list(pieces))]:
+        if stacked is not None:
+            for role, weight, bias in (
+                ("gate_up_proj", piece.gate_up, piece.gate_up_bias), ("down_proj", piece.down, piece.down_bias)
+            ):  # fmt: skip
+                order = _alternate if stacked and role == "gate_up_proj" else torch.Tensor.contiguous
+                yield f"{path}.{role}", order(weight).mT.contiguous()
+                if bias is not None:
+                    yield f"{path}.{role}_bias", order(bias).contiguous()
+            continue
+        halves = len(form.roles) - 1
+        biases = (None,) * halves if piece.gate_up_bias is None else piece.gate_up_bias.chunk(halves, dim=1)
+        matrices = [*zip(piece.gate_up.chunk(halves, dim=1), biases, strict=True), (piece.down, piece.down_bias)]
+        for e in range(len(piece.down)):
+            for role, (weight, bias) in zip(form.roles, matrices, strict=True):
+                yield f"{path}.{first + e}.{role}.weight", weight[e].contiguous()
+                if bias is not None:
+                    yield f"{path}.{first + e}.{role}.bias", bias[e].contiguous()
+        first += len(piece.down)
+
+
+def _joined_dense(pieces: list[DenseExperts]) -> DenseExperts:
+    parts = [
+        None if None in each else torch.cat([t for t in each if t is not None]) for each in zip(*pieces, strict=True)
+    ]
+    gate_up, down, *biases = parts
+    assert gate_up is not None and down is not None
+    return DenseExperts(gate_up, down, *biases)
 
 
 def _matrices(experts: PackedExperts) -> list[tuple[Tensor, Tensor, Tensor | None]]:

@@ -6,11 +6,11 @@ an interrupted run leaves is never mistaken for a checkpoint.
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -37,30 +37,49 @@ class Written:
     inexact: int
 
 
-class FolderWriter:
-    """Use as a context manager; leaving it without `finish` removes what was written.
+class NewFolder:
+    """A folder that is filled under another name. Use as a context manager; leaving it without `take_name` removes it.
 
     Raises CheckpointError where `out` exists and is not an empty folder.
     """
 
-    def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, out: Path) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise CheckpointError(f"{out}: exists; the new checkpoint wants a name of its own")
-        self._out, self._partial, self._shard_bytes = out, out.with_name(out.name + ".partial"), shard_bytes
+        self._out, self.partial = out, out.with_name(out.name + ".partial")
+
+    def __enter__(self) -> Self:
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if self.partial.exists():
+            shutil.rmtree(self.partial)
+
+    def copy_beside(self, source: Path, without: Collection[str] = ()) -> None:
+        """Copy what lies in a checkpoint's folder, but for weights and these names."""
+        for file in sorted(source.iterdir()):
+            if file.is_file() and file.name not in without and file.suffix not in _WEIGHTS:
+                shutil.copyfile(file, self.partial / file.name)
+
+    def take_name(self) -> None:
+        if self._out.exists():
+            self._out.rmdir()
+        self.partial.rename(self._out)
+
+
+class FolderWriter(NewFolder):
+    """Tensors one by one, into shards of bounded size, then `finish`."""
+
+    def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        super().__init__(out)
+        self._shard_bytes = shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shard_of: dict[str, int] = {}
         self._shards_written = 0
         self._total_bytes = 0
-
-    def __enter__(self) -> "FolderWriter":
-        shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if self._partial.exists():
-            shutil.rmtree(self._partial)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """The next tensor; it is kept until its shard is full."""
@@ -83,19 +102,16 @@ class FolderWriter:
         count = self._shards_written
         files = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
         for i, name in enumerate(files):
-            self._shard_path(i).rename(self._partial / name)
+            self._shard_path(i).rename(self.partial / name)
         if count > 1:
             weight_map = {tensor: files[i] for tensor, i in self._shard_of.items()}
             self._json(INDEX, {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map})
         for name, value in documents.items():
             if value is not None:
                 self._json(name, value)
-        for file in () if beside is None else sorted(beside.iterdir()):
-            if file.is_file() and file.name not in _OWN and file.suffix not in _WEIGHTS:
-                shutil.copyfile(file, self._partial / file.name)
-        if self._out.exists():
-            self._out.rmdir()
-        self._partial.rename(self._out)
+        if beside is not None:
+            self.copy_beside(beside, _OWN)
+        self.take_name()
 
     def _flush(self) -> None:
         if not self._pending:
@@ -106,7 +122,7 @@ class FolderWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def _shard_path(self, i: int) -> Path:
-        return self._partial / f"shard-{i:05d}.safetensors"
+        return self.partial / f"shard-{i:05d}.safetensors"
 
     def _json(self, name: str, value: Mapping[str, Any]) -> None:
-        (self._partial / name).write_text(json.dumps(value, indent=2) + "\n")
+        (self.partial / name).write_text(json.dumps(value, indent=2) + "\n")
