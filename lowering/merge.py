@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_nvfp4.ops.merge import rounded_factor
+
 from .kernels import merge as kernels
 from .launch import cdiv, launch
 from .weight import Weight
@@ -21,7 +23,7 @@ def merge_lora(
     """See `ops.merge`. One launch."""
     weight = Weight.of(codes, scales, global_scale)
     out_codes, out_scales = torch.empty_like(weight.codes), torch.empty_like(weight.scales)
-    _merge(weight, a.contiguous(), b.contiguous(), scaling, out_codes, out_scales)
+    _merge(weight, _rounded(a), _rounded(b), scaling, out_codes, out_scales)
     return out_codes, out_scales.view(scales.dtype)
 
 
@@ -42,7 +44,7 @@ def slices(weight: Weight, a: Tensor, b: Tensor, scaling: float) -> Iterator[Sli
     each = weight.codes[0].nbytes + weight.scales[0].nbytes
     step = cdiv(e, cdiv(e, max(1, SLICE_BYTES // each)))
     out_codes, out_scales = torch.empty_like(weight.codes[:step]), torch.empty_like(weight.scales[:step])
-    a, b = a.contiguous(), b.contiguous()
+    a, b = _rounded(a), _rounded(b)
     for first in range(0, e, step):
         part = slice(first, min(first + step, e))
         base = Weight(weight.codes[part], weight.scales[part], weight.global_scale[part], weight.block)
@@ -50,6 +52,11 @@ def slices(weight: Weight, a: Tensor, b: Tensor, scaling: float) -> Iterator[Sli
         merged = Weight(out_codes[:count], out_scales[:count], base.global_scale, weight.block)
         _merge(base, a[part], b[part], scaling, merged.codes, merged.scales)
         yield Slice(first, merged)
+
+
+def _rounded(factor: Tensor) -> Tensor:
+    """As `ops.merge` rounds it, kept as bf16: the kernel reads each value many times."""
+    return rounded_factor(factor).to(torch.bfloat16)
 
 
 def _merge(weight: Weight, a: Tensor, b: Tensor, scaling: float, out_codes: Tensor, out_scales: Tensor) -> None:

@@ -45,7 +45,12 @@ def use_cpu_tensors() -> None:
     def cast(self: Any, source: Any, to: Any) -> Any:
         return narrowed(source) if to.scalar == interpreter.tl.bfloat16 else plain_cast(self, widened(source), to)
 
-    builder.create_dot, builder.binary_op, builder.cast_impl = dot, binary, cast
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        """In float64, where the product of two fp32 numbers is exact; the interpreter rounds it first."""
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(exact.astype(np.float32), x.dtype.scalar)
+
+    builder.create_dot, builder.binary_op, builder.cast_impl, builder.create_fma = dot, binary, cast, fma
     builder.get_bf16 = lambda self, value: narrowed(
         interpreter.TensorHandle(np.array([value], np.float32), interpreter.tl.float32)
     )

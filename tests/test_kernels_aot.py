@@ -225,11 +225,18 @@ def _format_kernels(block: int) -> dict[str, tuple[Any, dict[str, Any]]]:
     ],
 )  # fmt: skip
 def test_quantising_divides_exactly_and_fuses_nothing_fault_a21(arch: int, block: int, x: str, size: str) -> None:
-    """i64 is what a launch makes of a size from 2^31 on."""
-    types = dict(x=x, out=x, row_scale="*fp32", blocks=size, total=size, a=x, b=x, out_codes="*u8", out_scales="*u8")
+    """… but what the source fuses: a product or sum that says `.rn` is never contracted.
+
+    i64 is what a launch makes of a size from 2^31 on.
+    """
+    types = dict(x=x, out=x, row_scale="*fp32", blocks=size, total=size, a="*bf16", b="*bf16")
+    types |= dict(out_codes="*u8", out_scales="*u8")
     for name, (kernel, constants) in _format_kernels(block).items():
         ptx = build(kernel, arch, constants, types, enable_fp_fusion=False).asm["ptx"]
         divides = name not in ("dequantize", "partial_amax")
         assert ("div.rn.f32" in ptx) == divides, name
-        for inexact in (".ftz", "div.full", "div.approx", "rcp", "fma"):
+        for inexact in (".ftz", "div.full", "div.approx", "rcp"):
             assert inexact not in ptx, (name, inexact)
+        assert not re.findall(r"\b(?:mul|add|sub|fma)\.f32", ptx), name
+        encodes = name not in ("dequantize", "partial_amax", "computed_scale")
+        assert encodes or "fma.rn.f32" not in ptx, name

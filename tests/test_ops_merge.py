@@ -35,7 +35,7 @@ def merged(layer: Layer) -> Layer:
 
 def numpy_delta(a: Tensor, b: Tensor, scaling: float) -> np.ndarray:
     """Element by element in numpy, whose fp32 operations round one by one."""
-    a32, b32 = (factor.to(BF16).float().numpy() for factor in (a, b))
+    a32, b32 = (np.where(abs(f := factor.to(BF16).float().numpy()) < 2.0**-63, 0, f) for factor in (a, b))
     total = np.zeros((b.shape[0], a.shape[1]), np.float32)
     for r in range(a.shape[0]):
         for n in range(b.shape[0]):

@@ -12,7 +12,7 @@ def merge(
     codes, scales, global_scale, a, b, scaling, out_codes, out_scales, N, lora_r,
     C: tl.constexpr, B: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A box of ROWS rows × BLOCKS blocks of one expert. Launch without fused multiply-adds."""
+    """A box of ROWS rows × BLOCKS blocks of one expert; a and b in bf16. Launch without fused multiply-adds."""
     MX: tl.constexpr = B == 32
     expert = tl.program_id(2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -24,9 +24,9 @@ def merge(
     a_r = a + expert.to(tl.int64) * lora_r * C + column
     b_r = b + weight_row * lora_r
     for _ in range(lora_r):
-        a_values = tl.load(a_r, mask=block_inside[:, None], other=0.0).to(tl.bfloat16).to(tl.float32)
-        b_values = tl.load(b_r, mask=row_inside, other=0.0).to(tl.bfloat16).to(tl.float32)
-        delta += b_values[:, None, None] * a_values[None, :, :]
+        a_values = tl.load(a_r, mask=block_inside[:, None], other=0.0).to(tl.float32)
+        b_values = tl.load(b_r, mask=row_inside, other=0.0).to(tl.float32)
+        delta = tl.fma(b_values[:, None, None], a_values[None, :, :], delta)
         a_r += C
         b_r += 1
     delta *= scaling

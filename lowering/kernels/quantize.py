@@ -1,7 +1,7 @@
 """x -> codes, block scales and the computed global scale, to the bit what `torch_nvfp4.format.quantize` gives.
 
-What rounds is either an integer operation or an IEEE division (`tl.div_rn`: Triton's `/` is an approximate one), and
-launches forbid fused multiply-adds. No float8 type appears: sm_80 has none.
+What rounds is an integer operation, an IEEE division (`tl.div_rn`: Triton's `/` is an approximate one), or a quotient
+that comes out as one; launches forbid multiply-adds that nobody asked for. No float8 type appears: sm_80 has none.
 """
 
 import triton
@@ -71,9 +71,31 @@ def _block_scales(amax_bits, g, MX: tl.constexpr):
 @triton.jit
 def _e2m1_code(magnitude):
     """Codes 0 … 7 of magnitudes >= 0: to the nearest, ties to the even code, saturating."""
-    code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32) + (magnitude > 1.25).to(tl.int32)
-    code += (magnitude >= 1.75).to(tl.int32) + (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
-    return code + (magnitude > 5.0).to(tl.int32)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - (126 << 1)
+    # In halves, rounded to a whole number by fp32's own addition.
+    subnormal = (magnitude + 4194304.0).to(tl.int32, bitcast=True) & 3
+    return tl.where(magnitude < 1.0, subnormal, tl.minimum(normal, 7))
+
+
+@triton.jit
+def _quotients(tile, divisor, N: tl.constexpr, B: tl.constexpr):
+    """|tile| / divisor `[N]`, correctly rounded, or anything from 8 on where that is 8 or more.
+
+    One division a block gives the reciprocal, correctly rounded; a product with it is off by less than two units in the
+    last place, and two steps of Markstein's correction round it as a division would. Fused multiply-adds are part of
+    that, and nothing else may be fused. Divisors near the ends of fp32's range go the slow way.
+    """
+    each = tl.broadcast_to(divisor[:, None], (N, B))
+    if tl.max(((divisor < 1e-30) | (divisor > 1e30)).to(tl.int32), 0) != 0:
+        quotient = tl.div_rn(tl.abs(tile), each)
+    else:
+        x = tl.minimum(tl.abs(tile), 8.0 * each)
+        reciprocal = tl.broadcast_to(tl.div_rn(1.0, divisor)[:, None], (N, B))
+        quotient = x * reciprocal
+        quotient = tl.fma(tl.fma(-quotient, each, x), reciprocal, quotient)
+        quotient = tl.fma(tl.fma(-quotient, each, x), reciprocal, quotient)
+    return quotient
 
 
 @triton.jit
@@ -86,7 +108,7 @@ def encode(tile, g, B: tl.constexpr, MX: tl.constexpr):
     byte = tl.where(finite, byte, NAN)
     # A divisor that underflowed to 0 would make 0/0; dividing by infinity gives code 0 instead.
     divisor = tl.where(divisor > 0.0, divisor, float("inf"))
-    code = _e2m1_code(tl.div_rn(tl.abs(tile), tl.broadcast_to(divisor[:, None], (tile.shape[0], B))))
+    code = _e2m1_code(_quotients(tile, divisor, tile.shape[0], B))
     negative = tile.to(tl.int32, bitcast=True) < 0 if MX else tile < 0.0
     code = tl.where(finite[:, None], code | (negative.to(tl.int32) << 3), 0)
     low, high = tl.split(tl.reshape(code, (tile.shape[0], B // 2, 2)))

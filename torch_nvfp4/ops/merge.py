@@ -1,7 +1,8 @@
 """The merged weight Q(W + scaling · b a): what merging writes, and what a merge-aware forward multiplies with.
 
 Every step is one fp32 rounding in a fixed order, so that every device gives the same bytes: the factors are rounded to
-bf16, whose products fp32 nearly always holds exactly, and summed from r = 0 on; then the scaling, then the sum with W.
+bf16, those below 2^-63 to 0, so that fp32 holds each product exactly and a fused sum is no other; products are summed
+from r = 0 on; then comes the scaling, then the sum with W.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..format import NVFP4, dequantize, format_of, quantize
 
+SMALLEST_FACTOR = 2.0**-63
 _CHUNK_ELEMENTS = 1 << 22
 
 
@@ -44,13 +46,18 @@ def merge_lora(
 
 def lora_delta(a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """scaling · b a as fp32 `[N, C]` from a `[R, C]` and b `[N, R]`, to the bit what merging adds."""
-    a, b = (factor.detach().to(torch.bfloat16).to(torch.float32) for factor in (a, b))
+    a, b = rounded_factor(a), rounded_factor(b)
     delta = a.new_zeros(b.shape[0], a.shape[1])
     product = torch.empty_like(delta)
     for r in range(a.shape[0]):
-        # Two operations: one that rounds once would differ where the product is subnormal.
         delta += torch.mul(b[:, r : r + 1], a[r], out=product)
     return delta.mul_(torch.tensor(scaling, dtype=torch.float32, device=a.device))
+
+
+def rounded_factor(factor: Tensor) -> Tensor:
+    """What merging multiplies with: the nearest bf16 as fp32, and 0 below 2^-63; contiguous."""
+    rounded = factor.detach().to(torch.bfloat16).to(torch.float32).contiguous()
+    return torch.where(rounded.abs() < SMALLEST_FACTOR, 0.0, rounded)
 
 
 def _chunks(codes: Tensor) -> Iterator[tuple[int, slice]]:
