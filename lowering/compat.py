@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 import torch
 from torch._inductor import config
-from torch._inductor.ir import ExternKernel, FixedLayout, IRNode, Pointwise, ReinterpretView, TensorBox
+from torch._inductor.ir import ExternKernel, FixedLayout, IRNode, Pointwise, Reduction, ReinterpretView, TensorBox
 from torch._inductor.lowering import empty_strided, fallback_handler, lowerings, register_lowering
 from torch._inductor.select_algorithm import (
     AlgorithmSelectorCache,
@@ -40,12 +40,14 @@ __all__ = [
     "contiguous_input",
     "device_of",
     "empty",
+    "exact_division",
     "fallback_handler",
     "guard_int",
     "hint",
     "hinted",
     "is_known_to_be",
     "is_symbolic",
+    "largest",
     "lowerings",
     "ops",
     "register_lowering",
@@ -129,6 +131,24 @@ def empty(sizes: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Ten
 def contiguous_input(x: TensorBox) -> Any:
     """The tensor as a template takes it: in memory and contiguous (copied only where it is not)."""
     return realize_inputs(ExternKernel.require_contiguous(x))
+
+
+def exact_division(a: Any, b: Any) -> Any:
+    """a / b of fp32, rounded as IEEE 754 has it; Triton's own `/` is an approximate one."""
+    return ops.div_rn(a, b)
+
+
+def largest(
+    element: Callable[[Sequence[Any], Sequence[Any]], Any], device: torch.device, sizes: Sequence[Any],
+    over: Sequence[Any],
+) -> TensorBox:  # fmt: skip
+    """fp32 of `sizes`, in memory: the largest of element(index, inner index), whose inner sizes are `over`; NaN wins."""
+    result = Reduction.create(
+        device=device, dst_dtype=torch.float32, src_dtype=torch.float32, inner_fn=element, ranges=list(sizes),
+        reduction_ranges=list(over), reduction_type="max",
+    )  # fmt: skip
+    result.realize()
+    return result
 
 
 _RETURN_CHOICE = "return_choice" in inspect.signature(AlgorithmSelectorCache.__call__).parameters  # torch 2.11

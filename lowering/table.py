@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import dequantize
+from . import dequantize, fake_quantize
 from .compat import register_lowering
 
 GROUPED = (
@@ -18,6 +18,7 @@ GROUPED = (
 )
 LOWERINGS: list[tuple[str, Callable[..., Any]]] = [
     ("dequantize", dequantize.lower),
+    ("fake_quantize", fake_quantize.lower),
 ]
 
 
