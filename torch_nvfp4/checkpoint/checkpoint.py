@@ -67,11 +67,11 @@ class Checkpoint:
             for weight in found.packed.values():
                 check_global_scale(reader, weight)
 
-    def load_experts(self, path: str) -> PackedExperts:
-        """The experts at a module path of `experts`, in the canonical layout."""
+    def load_experts(self, path: str, which: range | None = None) -> PackedExperts:
+        """The experts at a module path of `experts`, in the canonical layout; `which`: those alone, E of them."""
         stack = _get(self._stacks, path, "experts", self.folder)
         with Reader() as reader:
-            return read_experts(reader, stack)
+            return read_experts(reader, stack, which)
 
     def iterate_experts(self, path: str) -> Iterator[PackedExperts]:
         """The experts at a module path of `experts` one by one, each as a stack of one (E = 1)."""
@@ -87,11 +87,11 @@ class Checkpoint:
                 return form_of_experts(reader, self._stacks[path])
             return form_of_linear(reader, _get(self._packed, path, "linears", self.folder))
 
-    def load_linear(self, path: str) -> PackedWeight:
-        """The packed dense layer at a module path of `linears`."""
+    def load_linear(self, path: str, rows: range | None = None) -> PackedWeight:
+        """The packed dense layer at a module path of `linears`; `rows`: those alone, N of them."""
         packed = _get(self._packed, path, "linears", self.folder)
         with Reader() as reader:
-            return read_linear(reader, packed)
+            return read_linear(reader, packed, rows)
 
     def nbytes(self, name: str) -> int:
         """Bytes of a tensor in its file, whatever it belongs to."""
@@ -137,10 +137,10 @@ class Checkpoint:
         with Reader() as reader:
             return read_fp8(reader, self._fp8[name])
 
-    def load_stored(self, name: str) -> Tensor:
-        """Any tensor of the files as it is, whatever it belongs to."""
+    def load_stored(self, name: str, rows: range | None = None) -> Tensor:
+        """Any tensor of the files as it is, whatever it belongs to; `rows`: those of its first dim alone."""
         with Reader() as reader:
-            return reader.read(_get(self._tensors, name, "tensors", self.folder))
+            return reader.read(_get(self._tensors, name, "tensors", self.folder), rows)
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:

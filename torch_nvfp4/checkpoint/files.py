@@ -161,10 +161,13 @@ class Reader:
             file.close()
         self._open.clear()
 
-    def read(self, info: TensorInfo, index: int | None = None) -> Tensor:
-        """The tensor, or with `index` the part of it at that place of its first dim."""
+    def read(self, info: TensorInfo, index: int | range | None = None) -> Tensor:
+        """The tensor, or with `index` the part of it at that place, or those places, of its first dim."""
         shape, begin, end = info.shape, info.begin, info.end
-        if index is not None:
+        if isinstance(index, range):
+            size = (end - begin) // max(1, shape[0])
+            shape, begin, end = (len(index), *shape[1:]), begin + index.start * size, begin + index.stop * size
+        elif index is not None:
             size = (end - begin) // shape[0]
             shape, begin, end = shape[1:], begin + index * size, begin + (index + 1) * size
         dtype = DTYPES[info.dtype]

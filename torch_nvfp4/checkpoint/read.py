@@ -23,8 +23,9 @@ def read_experts(reader: Reader, stack: Stack, which: range | None = None) -> Pa
     return PackedExperts(gate_up, down, *biases)
 
 
-def read_linear(reader: Reader, packed: Packed) -> PackedWeight:
-    codes, scales = _read_rows(reader, packed, 0)
+def read_linear(reader: Reader, packed: Packed, rows: range | None = None) -> PackedWeight:
+    """The whole weight, or a range of its rows."""
+    codes, scales = _read_rows(reader, packed, 0, rows)
     return PackedWeight(codes, scales, read_global_scale(reader, packed).reshape(1))
 
 
@@ -124,12 +125,12 @@ def _read_projection(reader: Reader, projection: Projection, which: range) -> Pa
     return PackedWeight(codes, scales.view(fmt.scale_dtype), globals_ES)
 
 
-def _read_rows(reader: Reader, packed: Packed, e: int) -> tuple[Tensor, Tensor]:
-    """codes `[N, C/2]` and scales `[N, C/B]` of one expert.
+def _read_rows(reader: Reader, packed: Packed, e: int, rows: range | None = None) -> tuple[Tensor, Tensor]:
+    """codes `[N, C/2]` and scales `[N, C/B]` of one expert; rows: of these alone (for a weight that holds no stack).
 
     Packed along another dim than the last, a byte still holds two neighbours along C: only bytes move.
     """
-    index = None if packed.experts is None else e
+    index = rows if packed.experts is None else e
     codes, scales = reader.read(packed.codes, index), reader.read(packed.scales, index)
     nan, signed = packed.format.nan_byte, packed.format is not MXFP4
     _check_no_nan(packed.scales, scales, nan, signed)
