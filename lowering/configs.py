@@ -97,6 +97,30 @@ class DenseConfig:
         return (self.tokens + self.outputs) * self.depth * itemsize * self.stages
 
 
+@dataclass(frozen=True)
+class BlockScaledConfig:
+    """y = x Wᵀ of two packed operands: TOKENS rows × OUTPUTS columns a tile, BYTES of each one's codes a step."""
+
+    tokens: int
+    outputs: int
+    bytes: int
+    stages: int
+    warps: int
+
+    @property
+    def shared_memory(self) -> int:
+        return (self.tokens + self.outputs) * self.bytes * 9 // 8 * self.stages
+
+
+BLOCK_SCALED = {(10, 0): (3, 6), (10, 3): (3, 6), (12, 0): (3, 6), (12, 1): (3, 8)}
+"""Cards with block-scaled NVFP4 products, and the first Triton known to emit them; for sm_121 3.6 and 3.7 fail."""
+# 128 outputs are one instruction's rows on sm_100, which has no smaller ones. Built, and not run on such a card.
+BLOCK_SCALED_CONFIGS = (
+    BlockScaledConfig(128, 128, 64, 4, 4),
+    BlockScaledConfig(64, 128, 64, 4, 4),
+    BlockScaledConfig(32, 128, 64, 4, 4),
+    BlockScaledConfig(16, 128, 64, 4, 4),
+)
 DENSE_CONFIG = DenseConfig(128, 256, 64, 4, 8)
 DECODE_TILE = (16, 128, 4)
 SCRATCH_ROWS_PER_EXPERT = 768
@@ -126,6 +150,12 @@ def device_limits(device: int) -> tuple[int, bool]:
 def family(device: int) -> int:
     """The card's major compute capability (9: Hopper), 0 where it is not NVIDIA's."""
     return 0 if torch.version.hip else torch.cuda.get_device_capability(device)[0]
+
+
+@cache
+def first_block_scaled(device: int) -> tuple[int, int] | None:
+    """The first Triton that emits block-scaled products for the card, None where none does."""
+    return None if torch.version.hip else BLOCK_SCALED.get(torch.cuda.get_device_capability(device))
 
 
 @cache
@@ -165,6 +195,11 @@ def hopper_config(rows: int, transposed: bool) -> HopperConfig:
     """The tile of the warp-specialised product; every one fits a Hopper card."""
     table = HOPPER_CONFIGS[1:] if transposed else HOPPER_CONFIGS
     return next(c for c in table if c.least_rows <= rows)
+
+
+def block_scaled_config(rows: int) -> BlockScaledConfig:
+    """Every one fits every card that has such products."""
+    return next((c for c in BLOCK_SCALED_CONFIGS if c.tokens <= 2 * rows), BLOCK_SCALED_CONFIGS[-1])
 
 
 def wgrad_splits(m: int, programs: int) -> int:

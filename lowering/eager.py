@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import configs, hopper, merge, scratch
+from . import block_scaled, configs, hopper, merge, scratch
 from .kernels import glu, grouped_gemm, shrink, wgrad
 from .launch import (
     TRITON_DTYPE,
@@ -37,7 +37,7 @@ def grouped_lora_linear(
     """See `ops.cpu`. Two launches: rows gathered and shrunk to u, then the product with everything else in it.
 
     merge_aware: two launches for each slice of merged weights in place of the product. w4a4: one more before all, which
-    quantises tokens, not the K times as many rows.
+    quantises tokens: rows are K times as many.
     """
     check_dtype("grouped_lora_linear", x.dtype)
     rows, offsets = _contiguous(rows), offsets.contiguous()
@@ -46,15 +46,28 @@ def grouped_lora_linear(
     u = x.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
     merging = Merging.of(merge_aware, lora_a, lora_b, scaling)
     four_bits = compute == "w4a4"
-    path = _path(x, m, weight, packed=merging is not None or four_bits)
-    width, order = row_width(weight.sizes[2], path), ORDER[path]
-    moved = quantize_rows(x, width, order) if four_bits else None
-    if moved is not None and rows is None:
+    path = _path(x, m, weight, packed=merging is not None, four_bits=four_bits)
+    if four_bits:
+        operand = _four_bit_rows(x, rows, offsets, lora_a, u, scaling, top_k, path)
+    else:
+        operand = Rows(x.new_empty(m, row_width(weight.sizes[2], path)))
+        _shrink(x, rows, offsets, lora_a, u, operand, scaling, top_k, by_rank=True, order=ORDER[path])
+    return _linear(operand, offsets, weight, lora_b, u, bias, None, None, path, merging), u
+
+
+def _four_bit_rows(
+    x: Tensor, rows: Tensor | None, offsets: Tensor, lora_a: Tensor | None, u: Tensor, scaling: float, top_k: int,
+    path: "Path",
+) -> Rows:  # fmt: skip
+    """x in 4 bits as the product of `path` reads it, and u. Values are gathered beside the shrink, packed rows later."""
+    tokens = quantize_rows(x, row_width(x.shape[1], path), ORDER.get(path))
+    if rows is None or path is Path.BLOCK_SCALED:
         _shrink(x, rows, offsets, lora_a, u, None, scaling, top_k, by_rank=True)
-        return _linear(moved, offsets, weight, lora_b, u, bias, None, None, path, merging), u
-    gathered = Rows(x.new_empty(m, width), None if moved is None else x.new_empty(m, dtype=torch.float32))
-    _shrink(x, rows, offsets, lora_a, u, gathered, scaling, top_k, by_rank=True, order=order, moved=moved)
-    return _linear(gathered, offsets, weight, lora_b, u, bias, None, None, path, merging), u
+        return tokens._replace(slots=rows, top_k=top_k)
+    m = rows.shape[0]
+    gathered = Rows(x.new_empty(m, tokens.values.shape[1]), x.new_empty(m, dtype=torch.float32))
+    _shrink(x, rows, offsets, lora_a, u, gathered, scaling, top_k, by_rank=True, moved=tokens)
+    return gathered
 
 
 def glu_grouped_lora_linear(
@@ -77,26 +90,26 @@ def glu_grouped_lora_linear(
     slot_weights = topk_weights.reshape(-1).contiguous()
     merging = Merging.of(merge_aware, lora_a, lora_b, scaling)
     four_bits = compute == "w4a4"
-    path = _path(pre, m, weight, packed=merging is not None or four_bits)
-    h_width, order = row_width(width, path), ORDER[path]
-    u = pre.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
+    path = _path(pre, m, weight, packed=merging is not None, four_bits=four_bits)
+    h_width, u = row_width(width, path), pre.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
     if four_bits:
         operand, h = quantize_activation(
-            pre, slot_weights, rows, offsets, width, h_width, order, activation, limit, need_h=lora_a is not None
-        )
-        order = shrink.PLAIN.value
+            pre, slot_weights, rows, offsets, width, h_width, ORDER.get(path), activation, limit,
+            need_h=lora_a is not None,
+        )  # fmt: skip
+        h_order = shrink.PLAIN.value
     else:
-        h = pre.new_empty(m, h_width)
+        h, h_order = pre.new_empty(m, h_width), ORDER[path]
         operand = Rows(h)
         column_tiles = cdiv(h_width, configs.GLU_COLUMNS)
         launch(
             glu.glu_forward, (cdiv(m, configs.GLU_ROWS) * column_tiles,), pre.device,
             pre, pre.stride(0), slot_weights, rows, offsets, h, e, WIDTH=width, H_WIDTH=h_width,
-            ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, ORDER=order, ACTIVATION=activation, LIMIT=limit,
+            ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, ORDER=h_order, ACTIVATION=activation, LIMIT=limit,
             DTYPE=TRITON_DTYPE[pre.dtype], num_warps=4,
         )  # fmt: skip
     if h is not None:
-        _shrink(h, None, offsets, lora_a, u, None, scaling, 1, by_rank=True, x_order=order)
+        _shrink(h, None, offsets, lora_a, u, None, scaling, 1, by_rank=True, x_order=h_order)
     return _linear(operand, offsets, weight, lora_b, u, bias, rows, slot_weights, path, merging), u
 
 
@@ -210,8 +223,7 @@ def _shrink(
         x, x.stride(0), rows, offsets, _contiguous(factor), u, values, scaling, r, top_k, *moved_rows, row_scale,
         E=e, E_POW2=power_of_two(e, 16), WIDTH=x.shape[1], FACTOR_WIDTH=factor_width,
         OUT_WIDTH=0 if values is None else values.shape[1], R=ranks, ROWS=configs.SHRINK_ROWS,
-        COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=by_rank, X_ORDER=x_order,
-        ORDER=order if moved is None else shrink.PLAIN.value,
+        COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=by_rank, X_ORDER=x_order, ORDER=order,
         PRECISION=precision(x.dtype), DTYPE=TRITON_DTYPE[x.dtype], num_warps=4,
     )  # fmt: skip
 
@@ -226,15 +238,21 @@ class Path(Enum):
     LOOP = "decoded in the loop of a Triton kernel, on every card"
     HOPPER = "decoded in registers by a warp-specialised kernel"
     SCRATCH = "decoded in slices to a bounded scratch"
+    BLOCK_SCALED = "multiplied packed with packed rows"
 
 
 ORDER = {Path.LOOP: shrink.SPLIT.value, Path.HOPPER: shrink.FRAGMENT.value, Path.SCRATCH: shrink.PLAIN.value}
-"""The column order in which y = x Wᵀ wants x; gx = gy W takes gy as it is."""
+"""The column order in which y = x Wᵀ wants x, where that is not packed; gx = gy W takes gy as it is."""
 
 
-def _path(x: Tensor, m: int, weight: Weight, *, transposed: bool = False, packed: bool = False) -> Path:
-    """The way of a product; `packed` rules the scratch out, which neither merges nor scales rows."""
+def _path(
+    x: Tensor, m: int, weight: Weight, *, transposed: bool = False, packed: bool = False, four_bits: bool = False
+) -> Path:
+    """The way of a product. The scratch can neither merge (`packed`) nor scale rows."""
     e, n, _ = weight.sizes
+    if four_bits and block_scaled.supports(weight, x.device.index):
+        return Path.BLOCK_SCALED
+    packed |= four_bits
     scratch_fits = not packed and configs.use_scratch(m, e, n, weight.global_scale.shape[1], x.dtype, x.device.index)
     if hopper.supports(weight, x, transposed=transposed):
         many = transposed and configs.rows_per_expert(m, e) >= configs.HOPPER_DGRAD_ROWS
@@ -298,16 +316,21 @@ def _linear(
         return _scratch_product(
             x.values, offsets, weight, scratch.Epilogue(lora_b, u, bias, slots, slot_weights), transposed=False
         )
-    y = x.values.new_empty(x.values.shape[0], weight.sizes[1])
+    y = u.new_empty(u.shape[0], weight.sizes[1])
     if merging is not None:
         lora_b, u = None, u[:, :0]
     run = hopper.product if path is Path.HOPPER else _loop_linear
     rows_each = configs.rows_per_expert(y.shape[0], weight.sizes[0])
     for part in Part.all(weight, offsets, merging):
-        run(
-            x.values, part.offsets, part.weight, lora_b, u, None if bias is None else bias[part.experts], slots,
-            slot_weights, x.scale, out=y, rows_each=rows_each, after=part.after,
-        )  # fmt: skip
+        added = lora_b, u, None if bias is None else bias[part.experts], slots, slot_weights
+        if path is Path.BLOCK_SCALED:
+            block_scaled.linear(
+                x, part.offsets, part.weight, *added, out=y, rows_each=rows_each, after=part.after
+            )  # fmt: skip
+        else:
+            run(
+                x.values, part.offsets, part.weight, *added, x.scale, out=y, rows_each=rows_each, after=part.after
+            )  # fmt: skip
     return y
 
 

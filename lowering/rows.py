@@ -14,12 +14,14 @@ class Rows(NamedTuple):
     """What a product multiplies with: rows in the column order of its path, and of 4-bit rows the fp32 scale of each.
 
     A 4-bit row holds code · block scale in the activation dtype, which is exact; or, with `block_scales` (bytes
-    `[M, C/16]`), packed codes `[M, C/2]`.
+    `[M, C/16]`), packed codes `[M, C/2]`. With slots, routed row m is row slots[m] // top_k of all these.
     """
 
     values: Tensor
     scale: Tensor | None = None
     block_scales: Tensor | None = None
+    slots: Tensor | None = None
+    top_k: int = 1
 
 
 def quantize_rows(x: Tensor, width: int, order: int | None) -> Rows:

@@ -29,8 +29,9 @@ def family(arch: int) -> int:
 
 
 def build(
-    kernel: Any, arch: int, constants: dict[str, Any], types: dict[str, str], warps: int = 4, **options: Any
-) -> Any:
+    kernel: Any, arch: int, constants: dict[str, Any], types: dict[str, str], warps: int = 4, *, float8: bool = False,
+    **options: Any,
+) -> Any:  # fmt: skip
     """The kernel compiled for sm_`arch` as a launch with 16-byte aligned tensors and sizes would compile it."""
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
@@ -45,15 +46,17 @@ def build(
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=warps) | options)
-    check(built, arch)
+    check(built, arch, float8)
     return built
 
 
-def check(built: Any, arch: int) -> None:
-    """What holds for every kernel: it fits, has no float8, and no instruction of another family."""
+def check(built: Any, arch: int, float8: bool) -> None:
+    """What holds for every kernel: it fits, has no float8 (but one that is for cards with it), and no instruction of
+    another family.
+    """
     ptx = built.asm["ptx"]
     assert built.metadata.shared <= SHARED_MEMORY[arch], f"{built.metadata.shared} bytes of shared memory"
-    assert "e4m3" not in ptx and "e5m2" not in ptx and "f8" not in built.asm["ttir"]
+    assert float8 or "e4m3" not in ptx and "e5m2" not in ptx and "f8" not in built.asm["ttir"]
     for instruction, only_in in (("wgmma.", (9,)), ("tcgen05.", (10,)), ("mul.rn.bf16x2", (9, 10, 12))):
         assert instruction not in ptx or family(arch) in only_in, instruction
     assert not unsettled_products(built.asm["ttgir"])

@@ -19,6 +19,7 @@ from strategies import make_layer, strided
 from torch import Tensor
 
 import torch_nvfp4  # noqa: F401  (registers the ops)
+from torch_nvfp4.format import decode
 from torch_nvfp4.lowering import configs, eager, merge
 from torch_nvfp4.ops import cpu, routing
 
@@ -31,6 +32,7 @@ def use_cpu_tensors() -> None:
     torch.cuda.current_device = lambda: None  # type: ignore[assignment,return-value]
     configs.device_limits = lambda device: (232_448, False)  # type: ignore[assignment]
     configs.family = lambda device: 8  # type: ignore[assignment]
+    multiply_block_scaled(False)
     builder = interpreter.InterpreterBuilder
     plain_dot, plain_binary = builder.create_dot, builder.binary_op
 
@@ -51,9 +53,30 @@ def use_cpu_tensors() -> None:
         return interpreter.TensorHandle(exact.astype(np.float32), x.dtype.scalar)
 
     builder.create_dot, builder.binary_op, builder.cast_impl, builder.create_fma = dot, binary, cast, fma
+    builder.create_dot_scaled = dot_scaled
     builder.get_bf16 = lambda self, value: narrowed(
         interpreter.TensorHandle(np.array([value], np.float32), interpreter.tl.float32)
     )
+
+
+def multiply_block_scaled(yes: bool) -> None:
+    """Play a card that has block-scaled products, or one that has none."""
+    configs.first_block_scaled = lambda device: (3, 6) if yes else None  # type: ignore[assignment]
+
+
+def dot_scaled(
+    self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any, fast: bool, a_packed: bool,
+    b_packed: bool, acc: Any,
+) -> Any:  # fmt: skip
+    """The product of NVFP4 tiles by the format's own decoder; the interpreter has none."""
+    assert a_format == b_format == interpreter._ir.ScaleDotElemTypeTY.E2M1 and a_packed and b_packed
+    left, right = (
+        decode(
+            torch.from_numpy(np.ascontiguousarray(codes)), torch.from_numpy(scale.data).view(torch.float8_e4m3fn), F32
+        )
+        for codes, scale in ((a.data, a_scale), (b.data.T, b_scale))
+    )
+    return interpreter.TensorHandle((left @ right.t()).numpy() + acc.data, acc.dtype.scalar)
 
 
 def is_bf16(handle: Any) -> bool:
@@ -192,5 +215,9 @@ if __name__ == "__main__":
     print("route ok", flush=True)
     for case, sizes in LAYERS.items():
         check_layer(**sizes)
+        if "w4a4" in case and sizes.get("fmt") != "mxfp4":
+            multiply_block_scaled(True)
+            check_layer(**sizes)
+            multiply_block_scaled(False)
         print(f"{case} ok", flush=True)
     print("all agree")

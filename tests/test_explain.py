@@ -12,7 +12,7 @@ from torch import Tensor
 
 import torch_nvfp4
 from torch_nvfp4._explain.sort import observed_ops, plain_ops
-from torch_nvfp4._explain.watch import OpRun, PlainOps, Watch
+from torch_nvfp4._explain.watch import Launch, OpRun, PlainOps, Watch
 from torch_nvfp4.ops import observe
 
 E, H, I, T, K, R = 4, 64, 32, 16, 2, 4
@@ -186,6 +186,22 @@ def test_ops_that_generated_code_took() -> None:
     assert (route.path, route.calls) == ("plain torch", 1)
     (extern,) = plain_ops(seen, PlainOps(), compiled=True)
     assert (extern.op, extern.nbytes, extern.launches) == ("fn", 0, 1)
+
+
+def test_the_way_of_a_product_of_4_bit_rows() -> None:
+    def told(kernel: str, module: str, b: str) -> tuple[str, str]:
+        product = Launch(kernel, f"torch_nvfp4.lowering.kernels.{module}", (("B", b),), (), 0)
+        quantised = Launch("quantize_rows", "torch_nvfp4.lowering.kernels.rows", (), (), 0)
+        watch = Watch()
+        watch.runs = [OpRun("grouped_lora_linear", "cuda", 7, 11, [quantised, product])]
+        (op,) = observed_ops(watch, watch, [], compiled=False)
+        return op.path, op.why
+
+    assert told("block_scaled_linear", "block_scaled", "16")[0] == "block-scaled product"
+    path, why = told("grouped_linear", "grouped_gemm", "16")
+    assert path == "emulated w4a4" and "sm_100, sm_103, sm_120" in why
+    path, why = told("grouped_product", "hopper", "32")
+    assert path == "emulated w4a4" and "MXFP4" in why
 
 
 @pytest.mark.gpu

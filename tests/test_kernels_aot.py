@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 from ahead_of_time import SHARED_MEMORY, build, family, unsettled_products
 
+from torch_nvfp4.lowering import block_scaled as launcher
 from torch_nvfp4.lowering import configs, pack
 from torch_nvfp4.lowering import merge as merge_launcher
 from torch_nvfp4.lowering.kernels import (
+    block_scaled,
     combine,
     dequantize,
     glu,
@@ -25,6 +28,7 @@ from torch_nvfp4.lowering.kernels import (
     wgrad,
 )
 from torch_nvfp4.lowering.launch import TRITON_DTYPE, precision
+from torch_nvfp4.lowering.weight import Weight
 
 SIZES = dict(E_POW2=128, C=2048, B=16, S=2, R=16, UNIT=128.0, DTYPE=tl.bfloat16, PRECISION=None, AFTER=False,
              row_scale=None, moved=None)  # fmt: skip
@@ -110,6 +114,63 @@ def test_other_dtypes_and_mxfp4_compile_and_fit(arch: int, dtype: torch.dtype, m
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_products_of_4_bit_rows_compile_and_fit(arch: int) -> None:
     linear(chosen(configs.linear_config, arch, torch.bfloat16)[0], arch, four_bits=True)
+
+
+BLOCK_SCALED_INSTRUCTION = {
+    10: "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale",
+    12: "kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3",
+}
+BLOCK_SCALED_TILES = [
+    pytest.param(10 * major + minor, config, id=f"sm_{major}{minor}-{config.tokens}")
+    for (major, minor), first in configs.BLOCK_SCALED.items()
+    if launcher.emits(first)
+    for config in configs.BLOCK_SCALED_CONFIGS[: 1 if minor else None]
+]
+
+
+def block_scaled_product(arch: int, config: configs.BlockScaledConfig, **changed: Any) -> Any:
+    constants = SIZES | dict(
+        bias=None, slots=None, slot_weights=None, TOKENS=config.tokens, OUTPUTS=config.outputs, BYTES=config.bytes,
+        STAGES=config.stages, WEIGHTED_BIAS=False,
+    ) | changed  # fmt: skip
+    del constants["row_scale"]
+    types = dict(x="*u8", x_scales="*u8", x_slots="*i32")
+    return build(block_scaled.block_scaled_linear, arch, constants, types, config.warps, float8=True)
+
+
+@pytest.mark.parametrize(("arch", "config"), BLOCK_SCALED_TILES)
+def test_block_scaled_products_use_the_instruction_for_them(arch: int, config: configs.BlockScaledConfig) -> None:
+    """… in every tile that a card can get."""
+    built = block_scaled_product(arch, config)
+    assert BLOCK_SCALED_INSTRUCTION[family(arch)] in built.asm["ptx"]
+    assert built.metadata.shared <= config.shared_memory + 4096
+
+
+def test_block_scaled_products_are_for_cards_and_formats_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def packed(block: int) -> Weight:
+        return Weight(torch.empty(1, 2, 32), torch.empty(1, 2, 64 // block), torch.ones(1, 1), block)
+
+    def taken(capability: tuple[int, int], version: str, block: int = 16) -> bool:
+        configs.first_block_scaled.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(triton, "__version__", version)
+        return launcher.supports(packed(block), 0)
+
+    assert all(taken(card, "3.6.0") for card in ((10, 0), (10, 3), (12, 0))) and taken((12, 1), "3.8.0+cu130")
+    assert not any(taken(card, "3.7.1") for card in ((8, 0), (9, 0), (12, 1)))
+    assert not taken((10, 0), "3.7.1", block=32)
+    configs.first_block_scaled.cache_clear()
+
+
+@pytest.mark.parametrize("arch", [100, 120])
+@pytest.mark.parametrize(
+    "kind",
+    [dict(C=2880, S=1), dict(C=48, R=64), dict(DTYPE=tl.float32, PRECISION="ieee"), dict(R=0, AFTER=True)],
+    ids=["a last step in part", "a large rank", "fp32", "no LoRA, a slice of experts"],
+)
+def test_other_block_scaled_products_are_built(arch: int, kind: dict[str, Any]) -> None:
+    built = block_scaled_product(arch, configs.BLOCK_SCALED_CONFIGS[1], **kind)
+    assert BLOCK_SCALED_INSTRUCTION[family(arch)] in built.asm["ptx"]
 
 
 @pytest.mark.parametrize("tile", chosen(configs.linear_config, 90, torch.bfloat16), ids=str)

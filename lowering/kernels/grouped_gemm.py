@@ -51,6 +51,38 @@ def _half_scales(global_scale, expert, n, N, S: tl.constexpr, UNIT: tl.constexpr
 
 
 @triton.jit
+def finish_tile(
+    acc, row_scale, source, global_scale, lora_b, u, bias, slots, slot_weights, y, expert, rows, end, n, N, lora_r,
+    S: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, WEIGHTED_BIAS: tl.constexpr, UNIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """y at rows × n from acc = W xᵀ `[outputs, tokens]`: scales, LoRA, bias. Row scales are found at `source`."""
+    weight_row = expert.to(tl.int64) * N + n
+    acc *= _half_scales(global_scale, expert, n, N, S, UNIT)[:, None]
+    if row_scale is not None:
+        acc *= tl.load(row_scale + source, mask=rows < end, other=0.0)[None, :]
+    for first_rank in tl.static_range(0, R, 32):  # a piece at a time, so that no rank outgrows shared memory
+        r = first_rank + tl.arange(0, min(R, 32))
+        b_tile = tl.load(
+            lora_b + weight_row[:, None] * lora_r + r[None, :],
+            mask=(n < N)[:, None] & (r < lora_r)[None, :], other=0.0,
+        )  # fmt: skip
+        u_tile = tl.load(
+            u + rows.to(tl.int64)[:, None] * lora_r + r[None, :],
+            mask=(rows < end)[:, None] & (r < lora_r)[None, :], other=0.0,
+        )  # fmt: skip
+        acc = tl.dot(b_tile.to(DTYPE), tl.trans(u_tile), acc, input_precision=PRECISION)
+    if bias is not None:
+        bias_tile = tl.load(bias + weight_row, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if WEIGHTED_BIAS:
+            slot = tl.load(slots + rows, mask=rows < end, other=0)
+            bias_tile = bias_tile * tl.load(slot_weights + slot, mask=rows < end, other=0.0).to(tl.float32)[None, :]
+        acc += bias_tile
+    where = rows.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(y + where, acc.to(DTYPE), mask=(rows < end)[None, :] & (n < N)[:, None])
+
+
+@triton.jit
 def linear_tile(
     x, row_scale, codes, scales, global_scale, lora_b, u, bias, slots, slot_weights, y, expert, row, end, n_tile, N,
     lora_r,
@@ -80,30 +112,11 @@ def linear_tile(
         acc = tl.dot(high, tl.trans(x_odd), acc, input_precision=PRECISION)
         if WGMMA:
             acc = settled(acc)
-    acc *= _half_scales(global_scale, expert, n, N, S, UNIT)[:, None]
-
     rows = row + tl.arange(0, TOKENS)
-    if row_scale is not None:
-        acc *= tl.load(row_scale + rows, mask=rows < end, other=0.0)[None, :]
-    for first_rank in tl.static_range(0, R, 32):  # a piece at a time, so that no rank outgrows shared memory
-        r = first_rank + tl.arange(0, min(R, 32))
-        b_tile = tl.load(
-            lora_b + weight_row[:, None] * lora_r + r[None, :],
-            mask=(n < N)[:, None] & (r < lora_r)[None, :], other=0.0,
-        )  # fmt: skip
-        u_tile = tl.load(
-            u + rows.to(tl.int64)[:, None] * lora_r + r[None, :],
-            mask=(rows < end)[:, None] & (r < lora_r)[None, :], other=0.0,
-        )  # fmt: skip
-        acc = tl.dot(b_tile.to(DTYPE), tl.trans(u_tile), acc, input_precision=PRECISION)
-    if bias is not None:
-        bias_tile = tl.load(bias + weight_row, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        if WEIGHTED_BIAS:
-            slot = tl.load(slots + rows, mask=rows < end, other=0)
-            bias_tile = bias_tile * tl.load(slot_weights + slot, mask=rows < end, other=0.0).to(tl.float32)[None, :]
-        acc += bias_tile
-    where = rows.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(y + where, acc.to(DTYPE), mask=(rows < end)[None, :] & (n < N)[:, None])
+    finish_tile(
+        acc, row_scale, rows, global_scale, lora_b, u, bias, slots, slot_weights, y, expert, rows, end, n, N, lora_r,
+        S, R, PRECISION, WEIGHTED_BIAS, UNIT, DTYPE,
+    )  # fmt: skip
 
 
 @triton.jit

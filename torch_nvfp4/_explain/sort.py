@@ -10,6 +10,10 @@ from .report import OpReport
 from .watch import Launch, OpRun, PlainOps, Watch, tile_sizes
 
 _CPU = "the tensors are on the CPU; Triton kernels and templates need a CUDA device"
+_BLOCK_SCALED = "matrix instructions take the weight's codes and block scales, and those of 4-bit rows, as they are"
+_EMULATED = "4-bit rows are multiplied as the exact values of their codes and block scales, in the activation's dtype: "
+_EMULATED_MX = "a block-scaled instruction takes one format of scales, and this weight's are MXFP4"
+_EMULATED_CARD = "Triton emits block-scaled instructions for sm_100, sm_103, sm_120 and, from 3.8 on, sm_121 only"
 _PLAIN = "no kernel of the library computes it"
 
 
@@ -43,6 +47,11 @@ def _path(run: OpRun, compiled: bool) -> tuple[str, str]:
         return "plain torch", _PLAIN + caller
     if any(launch.decodes_to_scratch for launch in run.launches):
         return "decode to scratch", "an expert has rows enough to pay for decoding its weight once" + caller
+    if any(launch.is_block_scaled for launch in run.launches):
+        return "block-scaled product", _BLOCK_SCALED + caller
+    if any(launch.kernel == "quantize_rows" for launch in run.launches):
+        mx = any(dict(launch.constants).get("B") == "32" for launch in run.launches)
+        return "emulated w4a4", _EMULATED + (_EMULATED_MX if mx else _EMULATED_CARD) + caller
     return "Triton kernel", "the tensors are on a CUDA device" + caller
 
 

@@ -49,6 +49,10 @@ class Launch:
     def decodes_to_scratch(self) -> bool:
         return self.module.endswith("kernels.scratch")
 
+    @property
+    def is_block_scaled(self) -> bool:
+        return self.module.endswith("kernels.block_scaled")
+
     @classmethod
     def of(cls, kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Launch:
         given = dict(zip(kernel.arg_names, args, strict=False)) | dict(options)
