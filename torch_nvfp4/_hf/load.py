@@ -46,7 +46,7 @@ def place(model: PreTrainedModel, checkpoint: Checkpoint) -> Placement:
     A layer that the model does not have (a head, a further prediction layer, a vision tower) is left to transformers'
     report. One that the model has, but not by this name, is refused: its weights would be random numbers.
     """
-    names, placement = _Names(model), Placement()
+    names, placement = Names(model), Placement()
     for path in checkpoint.experts:
         if (found := names.module(path)) is not None:
             _put_experts(model, found, checkpoint.experts[path])
@@ -71,7 +71,7 @@ def place(model: PreTrainedModel, checkpoint: Checkpoint) -> Placement:
     return placement
 
 
-class _Names:
+class Names:
     """The checkpoint's names as transformers renames them for this model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
