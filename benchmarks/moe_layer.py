@@ -5,7 +5,9 @@ arithmetic and multiplies with `torch._grouped_mm`; `resident` keeps the dense b
 larger of two: twice the forward's base FLOPs (frozen weights have no gradient) at the matrix rate, and the packed
 weights read twice at the copy bandwidth, both as this run measures them.
 
-Errors are relative, to float64 on the very weights that a row holds: the packed ones' exact values, or those in bf16.
+Errors are relative, to float64 on the very weights that a row holds: the packed ones' exact values, those in bf16, or
+the merged ones. The row with 4-bit activations has none: one that rounds to the next code is off by a whole step, so
+that its distance to float64 says how many values lie near a border, and nothing of the kernels.
 
 Run: `python benchmarks/moe_layer.py [--cases NAME …] [--only ROW …] [--out FILE.json]`, then
 `python benchmarks/report.py FILE.json`. The file is written after each case.
@@ -19,12 +21,13 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from moe_cases import CASES, RESULTS, Case, Inputs
+from moe_cases import CASES, RESULTS, Case, Inputs, Kind
 from report import BAR, OURS, case_lines
 from torch import Tensor
 from torch_layers import packed_layer, reference, resident_layer
@@ -34,19 +37,31 @@ from torch_nvfp4._explain.card import Card, measure, median_ms
 Forward = Callable[[], Tensor]
 
 
-def ours(x: Tensor, ids: Tensor, weights: Tensor, factors: list[Tensor], gate_up: Any, down: Any) -> Tensor:
-    return torch.ops.nvfp4.moe_lora(x, ids, weights, *gate_up, *down, *factors)
+def ours(
+    x: Tensor, ids: Tensor, weights: Tensor, factors: list[Tensor], gate_up: Any, down: Any, kind: Kind, **numbers: Any
+) -> Tensor:
+    return torch.ops.nvfp4.moe_lora(
+        x, ids, weights, *gate_up, *down, *factors, kind.gate_up_bias, kind.down_bias, activation=kind.activation,
+        limit=kind.limit, **numbers,
+    )  # fmt: skip
+
+
+merge_aware = partial(ours, merge_aware=True)
+w4a4 = partial(ours, compute="w4a4")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run the layer. A CUDA graph is for few tokens, where the host's launches cost more than kernels."""
+    """One way to run the layer. A CUDA graph is for few tokens, where the host's launches cost more than kernels.
+
+    held: the weights that `reference` is to use, None where there is nothing to compare with.
+    """
 
     name: str
     layer: Callable[..., Tensor]
     compile: bool = False
     graph: bool = False
-    resident: bool = False
+    held: str | None = "packed"
 
     @property
     def is_baseline(self) -> bool:
@@ -57,20 +72,22 @@ class Row:
 
     def forward(self, inputs: Inputs) -> Forward:
         weights: list[Any] = [inputs.gate_up, inputs.down]
-        if self.resident:
+        if self.held == "bf16":
             weights = [torch.ops.nvfp4.dequantize(*packed, dtype=torch.bfloat16) for packed in weights]
         layer = torch.compile(self.layer, fullgraph=True) if self.compile else self.layer
-        return lambda: layer(inputs.x, inputs.ids, inputs.weights, inputs.factors, *weights)
+        return lambda: layer(inputs.x, inputs.ids, inputs.weights, inputs.factors, *weights, inputs.kind)
 
 
 ROWS = (
     Row(f"{OURS} eager", ours),
     Row(f"{OURS} compiled", ours, compile=True),
     Row(f"{OURS} CUDA graph", ours, graph=True),
+    Row(f"{OURS} merge-aware", merge_aware, held="merged"),
+    Row(f"{OURS} w4a4", w4a4, held=None),
     Row("packed eager", packed_layer),
     Row("packed compiled", packed_layer, compile=True),
-    Row("resident eager", resident_layer, resident=True),
-    Row("resident compiled", resident_layer, compile=True, resident=True),
+    Row("resident eager", resident_layer, held="bf16"),
+    Row("resident compiled", resident_layer, compile=True, held="bf16"),
 )
 
 
@@ -155,14 +172,14 @@ def free() -> None:
 def run_case(case: Case, rows: list[Row], repeats: int, card: Card, check: bool) -> dict[str, Any]:
     inputs = Inputs(case)
     results: dict[str, Any] = {}
-    expected: dict[bool, list[Tensor]] = {}
+    expected: dict[str, list[Tensor]] = {}
     for row in rows:
         if not row.fits(case):
             continue
-        if check and row.resident not in expected:
-            expected = {row.resident: reference(inputs, weights_in_bf16=row.resident)}  # one at a time is in memory
+        if check and row.held is not None and row.held not in expected:
+            expected = {row.held: reference(inputs, row.held)}  # one at a time is in memory
             free()
-        results[row.name] = attempt(row, inputs, repeats, expected.get(row.resident))
+        results[row.name] = attempt(row, inputs, repeats, expected.get(row.held or ""))
         free()
     flops, nbytes = 2 * case.forward_flops, 2 * case.weight_bytes
     return dict(case=asdict(case), matmul_floor_ms=card.floor_ms(flops, 0), memory_floor_ms=card.floor_ms(0, nbytes),

@@ -59,7 +59,7 @@ def _four_bit_rows(
     x: Tensor, rows: Tensor | None, offsets: Tensor, lora_a: Tensor | None, u: Tensor, scaling: float, top_k: int,
     path: "Path",
 ) -> Rows:  # fmt: skip
-    """x in 4 bits as the product of `path` reads it, and u. Values are gathered beside the shrink, packed rows later."""
+    """x in 4 bits as the product of `path` reads it, and u. Values are gathered by the shrink, packed rows later."""
     tokens = quantize_rows(x, row_width(x.shape[1], path), ORDER.get(path))
     if rows is None or path is Path.BLOCK_SCALED:
         _shrink(x, rows, offsets, lora_a, u, None, scaling, top_k, by_rank=True)

@@ -109,21 +109,26 @@ def test_benchmark_says_what_it_can_do_and_what_it_lacks() -> None:
         assert done.returncode == 2 and "there is none" in done.stderr
 
 
-def test_rows_and_reference_compute_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+GPT_OSS = dict(activation="swiglu_oai", limit=7.0, bias=True, format="mxfp4")
+
+
+@pytest.mark.parametrize("kind", [{}, GPT_OSS], ids=["silu", "gpt-oss"])
+def test_rows_and_reference_compute_one_layer(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from moe_cases import RESULTS, Case, Inputs
     from moe_layer import ROWS, relative_error
     from torch_layers import reference
 
-    inputs = Inputs(Case("tiny", t=24, h=64, i=32, e=4, k=2, r=16), "cpu")
+    inputs = Inputs(Case("tiny", t=24, h=64, i=32, e=4, k=2, r=16, **kind), "cpu")
     for row in ROWS:
         if row.compile:
             continue
         out = row.forward(inputs)()
         results = (out.detach(), *torch.autograd.grad(out, inputs.leaves, inputs.grad))
-        expected = reference(inputs, weights_in_bf16=row.resident)
+        # 4-bit activations have no reference of their own: they are as far from the exact ones as 4 bits are.
+        expected = reference(inputs, row.held or "packed")
         for name, a, b in zip(RESULTS, results, expected, strict=True):
-            assert relative_error(a, b) < 0.02, (row.name, name)
+            assert relative_error(a, b) < (0.02 if row.held else 0.3), (row.name, name)
 
 
 @pytest.mark.gpu
@@ -132,5 +137,5 @@ def test_benchmark_on_one_token(tmp_path: Path) -> None:
     done = run(BENCHMARKS / "moe_layer.py", *flags)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    assert len(result["cases"][0]["results"]) == 7
+    assert len(result["cases"][0]["results"]) == 9
     assert "qwen3-30b-a3b-1" in report(result, tmp_path, "--plot", "none")

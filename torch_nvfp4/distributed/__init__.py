@@ -1,5 +1,15 @@
 """Packed models on several devices, with PyTorch's own engines."""
 
+from .experts import ParallelExperts, expert_parameters, experts_modules, parallelize_experts
+from .gradients import average_gradients, clip_gradients
 from .shard import shard_layers
 
-__all__ = ["shard_layers"]
+__all__ = [
+    "ParallelExperts",
+    "average_gradients",
+    "clip_gradients",
+    "expert_parameters",
+    "experts_modules",
+    "parallelize_experts",
+    "shard_layers",
+]
