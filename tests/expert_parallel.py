@@ -32,9 +32,7 @@ class RoutedBlock(nn.Module):
         gate_up = torch.randn(num_experts, 32, HIDDEN, generator=generator)
         down = torch.randn(num_experts, HIDDEN, 16, generator=generator)
         biases = torch.randn(2, num_experts, HIDDEN, generator=generator) * 0.1
-        self.experts = NVFP4Experts.from_dense(
-            gate_up * 0.2, down * 0.2, gate_up_bias=biases[0], down_bias=biases[1]
-        )
+        self.experts = NVFP4Experts.from_dense(gate_up * 0.2, down * 0.2, gate_up_bias=biases[0], down_bias=biases[1])
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.router(x)

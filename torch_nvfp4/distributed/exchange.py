@@ -70,7 +70,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _, row_M = ctx.saved_tensors
         return combine(settled(grad), row_M, ctx.top_k, ctx.dtype), None, None, None
 
@@ -84,7 +84,7 @@ class _Merge(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         slot_S, _ = ctx.saved_tensors
         return _gather(settled(grad), slot_S, ctx.top_k), None, None, None
 
@@ -96,7 +96,7 @@ class _ScaleGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         return grad * ctx.factor, None
 
 
@@ -121,7 +121,8 @@ class Sending(NamedTuple):
     """This rank's part of an exchange.
 
     ids_TK: `topk_ids` int32 without the slots that nobody computes (-1).
-    send, receive: rows for and from each rank, None where they are the same for all. slots: to compute here, S' of them.
+    send, receive: rows for and from each rank, None where they are the same for all.
+    slots: to compute here, S' of them.
     lost: int64 scalar, the slots that a capacity has no room for; None where there is no capacity.
     """
 
@@ -190,7 +191,7 @@ def bounded(ids_TK: Tensor, per_rank: int, ranks: int, capacity: Capacity) -> Se
 
 
 class Arrived(NamedTuple):
-    """What the other ranks sent, a row for each slot to compute: x `[S', H]`, ids int32 `[S', 1]`, weights `[S', 1]`."""
+    """What the ranks sent, a row for each slot to compute: x `[S', H]`, ids int32 and weights `[S', 1]`."""
 
     x: Tensor
     ids: Tensor

@@ -161,7 +161,7 @@ def parallelize_experts(
         module.num_experts = e
         module.__class__ = ParallelExperts
         module.share = share  # type: ignore[assignment]
-        device = module.gate_up_codes.device
+        device = module.packed("gate_up")[0].device
         module.register_buffer("lost", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
     return [name for name, _ in found]
 
@@ -232,9 +232,9 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> parameter that only one rank of each ep group holds: what data parallelism over all ranks must leave alone.
+    """Name -> parameter that one rank of each ep group holds: what data parallelism over all ranks must leave alone.
 
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(expert_parameters(model)))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(expert_parameters(model)))
     """
     inside = tuple(f"{name}." if name else "" for name in experts_modules(model))
     return {name: parameter for name, parameter in model.named_parameters() if inside and name.startswith(inside)}

@@ -1,4 +1,4 @@
-"""Gradients of a model whose experts are split: averaged without a wrapper, and clipped by their norm over all ranks."""
+"""Gradients of a model whose experts are split: averaged without a wrapper, clipped by their norm over all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     one. A parameter that trains and has no gradient on this rank gets zeros first, as another rank may have one.
     """
     experts = set(map(id, expert_parameters(model).values()))
-    replicated, split = [], []
+    replicated: list[Tensor] = []
+    split: list[Tensor] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:
