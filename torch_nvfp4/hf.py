@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ._hf.convert import dequantize_experts, quantize_experts
 from ._hf.quantizer import PackedConfig, pack_on_load
 from ._hf.save import save_packed
+from ._hf.skeleton import skeletons
 from .nn import NVFP4Experts
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "pack_on_load",
     "quantize_experts",
     "save_packed",
+    "skeletons",
 ]
 
 
@@ -51,6 +53,7 @@ def nvfp4_experts_forward(
 ALL_EXPERTS_FUNCTIONS.register("nvfp4", nvfp4_experts_forward)
 
 if importlib.util.find_spec("peft"):
-    from ._hf.peft_dispatch import install
+    from ._hf import peft_dispatch, peft_stamp
 
-    install()
+    peft_dispatch.install()
+    peft_stamp.install()

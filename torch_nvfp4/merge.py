@@ -18,11 +18,11 @@ from ._lora.read import AdapterFile, read_for
 from ._lora.sites import iter_sites
 from ._lora.stamp import Stamp
 from ._merge.merged import MergedCheckpoint, MergeError
-from ._merge.names import Skeleton, skeleton_of, stacked_dense
+from ._merge.names import Skeleton, skeleton_of, stacked_dense, stacked_of
 from ._merge.report import MergeReport
 from .checkpoint import Checkpoint
 from .checkpoint.convert import convert_checkpoint, without_quantization
-from .checkpoint.emit import Named, dense_expert_entries
+from .checkpoint.emit import Named, dense_expert_entries, stacked_expert_entries
 from .checkpoint.forms import LAYOUTS
 from .checkpoint.patch import write_patched
 from .checkpoint.write import SHARD_BYTES, FolderWriter
@@ -72,7 +72,7 @@ def merge_folder(
     _check_numbers(checkpoint, found.stamp, dense, force)
     report = MergeReport(merge_aware=found.stamp is not None and not dense, dense=dense)
     if dense:
-        _write_dense(checkpoint, Path(out), shard_bytes, progress)
+        _write_dense(checkpoint, skeleton, Path(out), shard_bytes, progress)
     else:
         _check_holds(checkpoint, layout)
         if layout is None:
@@ -133,16 +133,17 @@ def _check_holds(checkpoint: MergedCheckpoint, layout: str | None) -> None:
 
 
 def _write_dense(
-    checkpoint: MergedCheckpoint, out: Path, shard_bytes: int, progress: Callable[[str], None] | None
-) -> None:
+    checkpoint: MergedCheckpoint, skeleton: Skeleton, out: Path, shard_bytes: int,
+    progress: Callable[[str], None] | None,
+) -> None:  # fmt: skip
     with FolderWriter(out, shard_bytes) as writer:
-        for name, tensor in _dense_tensors(checkpoint, progress):
+        for name, tensor in _dense_tensors(checkpoint, skeleton, progress):
             writer.add(name, tensor)
         config = without_quantization(checkpoint.config)
         writer.finish({"config.json": config}, checkpoint.folder)
 
 
-def _dense_tensors(checkpoint: MergedCheckpoint, progress: Callable[[str], None] | None) -> Named:
+def _dense_tensors(checkpoint: MergedCheckpoint, skeleton: Skeleton, progress: Callable[[str], None] | None) -> Named:
     """Every tensor of the dense model, in the order of the packed one."""
     owners = {name: path for path, entry in checkpoint.experts.items() for name in entry.tensors}
     owners |= {name: path for path, entry in checkpoint.linears.items() for name in entry.tensors}
@@ -158,7 +159,18 @@ def _dense_tensors(checkpoint: MergedCheckpoint, progress: Callable[[str], None]
             if progress is not None:
                 progress(path)
             if path in checkpoint.experts:
-                form, stacked = checkpoint.form(path), stacked_dense(checkpoint)
-                yield from dense_expert_entries(path, form, stacked, checkpoint.dense_experts(path))
+                yield from _dense_experts(checkpoint, skeleton, path)
             else:
                 yield f"{path}.weight", checkpoint.dense_linear(path)
+
+
+def _dense_experts(checkpoint: MergedCheckpoint, skeleton: Skeleton, path: str) -> Named:
+    """A layer's experts as the dense model's files have them, which only its framework knows for sure."""
+    pieces, module = checkpoint.dense_experts(path), skeleton.module_of(path)
+    if skeleton.rename is not None and module is not None:
+        stock = stacked_expert_entries(module, stacked_of(skeleton.model.get_submodule(module)), pieces)
+        yield from skeleton.rename(dict(stock)).items()
+    elif (stacked := stacked_dense(checkpoint)) is not None:
+        yield from stacked_expert_entries(path, stacked, pieces)
+    else:
+        yield from dense_expert_entries(path, checkpoint.form(path).roles, pieces)

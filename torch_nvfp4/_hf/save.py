@@ -39,7 +39,7 @@ def save_packed(
     if model.can_generate() and model.generation_config is not None:
         documents["generation_config.json"] = json.loads(model.generation_config.to_json_string())
     config = json.loads(model.config.to_json_string()) | {"quantization_config": _declared(model)}
-    rename = _renaming(model)
+    rename = renaming(model)
     forms = _stock_forms(model, rename)
     plain = find_packed(model, layout, config, forms).plain(model)
     plain = rename(remove_tied_weights_from_state_dict(plain, model))
@@ -58,7 +58,7 @@ def state_dict_of(model: PreTrainedModel) -> dict[str, Tensor]:
     packed = find_packed(model, None, model.config.to_dict(), {})
     state = packed.plain(model)
     quantization: Any = model.config.quantization_config
-    quantization.declared = declare_packed(packed, _declared(model), _renaming(model)(state))
+    quantization.declared = declare_packed(packed, _declared(model), renaming(model)(state))
     quantization.outdated = False
     for path in packed.modules:
         state |= {name: tensor.to("cpu", copy=True) for name, tensor in packed.entries(path)}
@@ -77,7 +77,8 @@ def keep_forms(model: nn.Module, checkpoint: Checkpoint, sources: dict[str, str]
         model.get_submodule(path).__dict__[FORM] = checkpoint.form(source)
 
 
-def _renaming(model: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+def renaming(model: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """The model's tensors -> what transformers writes into files for them."""
     return lambda named: dict(revert_weight_conversion(model, named))
 
 

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from .._merge.names import Skeleton, dense_layers
 from ..checkpoint import Checkpoint
 from .load import Names, place
+from .save import renaming
 
 
 def skeletons(checkpoint: Checkpoint) -> list[Skeleton]:
@@ -25,7 +26,7 @@ def skeletons(checkpoint: Checkpoint) -> list[Skeleton]:
         for path in dense_layers(checkpoint):
             if (module := names.module(path)) is not None:
                 sources[module] = path
-        found.append(Skeleton(model, sources))
+        found.append(Skeleton(model, sources, renaming(model)))
     return found
 
 

@@ -1,12 +1,13 @@
 """Which weight of a checkpoint an adapter's name means."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
-from .._lora.sites import StockLayout
+from .._lora.sites import StockLayout, stock_layout_of
 from ..checkpoint import Checkpoint
+from ..checkpoint.emit import Stacked
 from ..checkpoint.layouts import FLOATS
 from ..checkpoint.stacks import INTERLEAVED, model_types
 from ..nn import NVFP4Experts, NVFP4Linear
@@ -18,10 +19,16 @@ class Skeleton:
 
     model: modules on the meta device; those packed in the checkpoint are `NVFP4Experts` and `NVFP4Linear`.
     sources: path of a module in the model -> path in the checkpoint.
+    rename: the model's tensors -> what they are in the files of the dense model; None where the checkpoint tells.
     """
 
     model: nn.Module
     sources: Mapping[str, str]
+    rename: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+
+    def module_of(self, path: str) -> str | None:
+        """The path in the model of a path in the checkpoint."""
+        return next((module for module, source in self.sources.items() if source == path), None)
 
 
 def skeleton_of(checkpoint: Checkpoint) -> Skeleton:
@@ -51,17 +58,24 @@ def dense_layers(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     return {path: (shape[0], shape[1]) for path, shape in shapes.items() if len(shape) == 2}
 
 
-def stacked_dense(checkpoint: Checkpoint) -> bool | None:
-    """Whether rows of gate and up alternate in the dense model's files; None where they hold experts one by one."""
+def stacked_dense(checkpoint: Checkpoint) -> Stacked | None:
+    """How the dense model's files keep experts, by its model_type; None where one by one."""
     kinds = (kind for kind in model_types(checkpoint.config) if isinstance(kind, str))
-    return next((INTERLEAVED[kind] for kind in kinds if kind in INTERLEAVED), None)
+    interleaved = next((INTERLEAVED[kind] for kind in kinds if kind in INTERLEAVED), None)
+    return None if interleaved is None else Stacked(transposed=True, interleaved=interleaved)
+
+
+def stacked_of(experts: nn.Module) -> Stacked:
+    """How the stock module of packed experts keeps them."""
+    layout = stock_layout_of(experts)
+    return Stacked(layout.gate_up_name, layout.down_name, layout.transposed, layout.interleaved)
 
 
 def _stock_layout(checkpoint: Checkpoint, gated: bool) -> StockLayout:
-    interleaved = stacked_dense(checkpoint)
-    if interleaved is None or not gated:
+    stacked = stacked_dense(checkpoint)
+    if stacked is None or not gated:
         return StockLayout(gate_up_name="gate_up_proj" if gated else "up_proj")
-    return StockLayout(transposed=True, interleaved=interleaved, untold=not interleaved)
+    return StockLayout(transposed=True, interleaved=stacked.interleaved, untold=not stacked.interleaved)
 
 
 def _put(root: nn.Module, path: str, module: nn.Module) -> None:

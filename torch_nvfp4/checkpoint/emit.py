@@ -4,6 +4,7 @@ Bytes move, as in `read`, whose inverse this is.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -86,32 +87,40 @@ class DenseExperts(NamedTuple):
     down_bias: Tensor | None
 
 
-def dense_expert_entries(path: str, form: Form, stacked: bool | None, pieces: Iterable[DenseExperts]) -> Named:
-    """The tensors of a layer's dense experts, under the names that they have in the packed file without its endings.
+@dataclass(frozen=True)
+class Stacked:
+    """How a dense model keeps all experts in one tensor: `[E, N, C]`, or `[E, C, N]`, rows of gate and up in turns."""
 
-    stacked: None for experts one by one. Otherwise all are in one tensor, `[E, C, N]` as gpt-oss and Llama 4 have it,
-        and it says whether rows of gate and up alternate; then all pieces are held.
-    """
-    first = 0
-    for piece in pieces if stacked is None else [_joined_dense(list(pieces))]:
-        if stacked is not None:
-            for role, weight, bias in (
-                ("gate_up_proj", piece.gate_up, piece.gate_up_bias), ("down_proj", piece.down, piece.down_bias)
-            ):  # fmt: skip
-                order = _alternate if stacked and role == "gate_up_proj" else torch.Tensor.contiguous
-                yield f"{path}.{role}", order(weight).mT.contiguous()
-                if bias is not None:
-                    yield f"{path}.{role}_bias", order(bias).contiguous()
-            continue
-        halves = len(form.roles) - 1
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+    transposed: bool = False
+    interleaved: bool = False
+
+
+def dense_expert_entries(path: str, roles: tuple[str, ...], pieces: Iterable[DenseExperts]) -> Named:
+    """The tensors of a layer's dense experts one by one; roles: the names of gate, up and down (up and down)."""
+    first, halves = 0, len(roles) - 1
+    for piece in pieces:
         biases = (None,) * halves if piece.gate_up_bias is None else piece.gate_up_bias.chunk(halves, dim=1)
         matrices = [*zip(piece.gate_up.chunk(halves, dim=1), biases, strict=True), (piece.down, piece.down_bias)]
         for e in range(len(piece.down)):
-            for role, (weight, bias) in zip(form.roles, matrices, strict=True):
+            for role, (weight, bias) in zip(roles, matrices, strict=True):
                 yield f"{path}.{first + e}.{role}.weight", weight[e].contiguous()
                 if bias is not None:
                     yield f"{path}.{first + e}.{role}.bias", bias[e].contiguous()
         first += len(piece.down)
+
+
+def stacked_expert_entries(path: str, form: Stacked, pieces: Iterable[DenseExperts]) -> Named:
+    """The tensors of a layer's dense experts, all in one; all pieces are held."""
+    whole = _joined_dense(list(pieces))
+    for role, weight, bias in (
+        (form.gate_up, whole.gate_up, whole.gate_up_bias), (form.down, whole.down, whole.down_bias)
+    ):  # fmt: skip
+        order = _alternate if form.interleaved and role == form.gate_up else torch.Tensor.contiguous
+        yield f"{path}.{role}", (order(weight).mT if form.transposed else order(weight)).contiguous()
+        if bias is not None:
+            yield f"{path}.{role}_bias", order(bias).contiguous()
 
 
 def _joined_dense(pieces: list[DenseExperts]) -> DenseExperts:
