@@ -72,6 +72,10 @@ class FinetuneConfig:
     warmup: int = _flag(10, "Steps over which the learning rate rises.")
     weight_decay: float = _flag(0.0, "Weight decay of the optimiser.")
     clip: float = _flag(1.0, "Largest gradient norm; 0 does not clip.")
+    merge_aware: bool = _flag(
+        False, "Train through the 4-bit rounding that merging the adapter does; such an adapter is for merging."
+    )
+    merge_aware_start: float = _flag(0.0, "First step that is merge-aware: a step, or below 1 a share of --steps.")
     lora_dtype: str = _flag("float32", "Dtype of adapters, gradients and optimiser: float32 or bfloat16.")
     dtype: str = _flag("bfloat16", "Dtype of weights and activations: bfloat16 or float32.")
     optim: str = _flag("adamw", "Optimiser: adamw, or sgd (momentum 0.9, half the bytes).")
@@ -103,6 +107,13 @@ class FinetuneConfig:
             raise FinetuneError(
                 f"--warmup {self.warmup} leaves none of the {self.steps} steps: give fewer than --steps"
             )
+        start = self.merge_aware_start
+        if start and not self.merge_aware:
+            raise FinetuneError("--merge-aware-start says when, and not that: give --merge-aware too")
+        if not (0 <= start < 1 or (1 <= start < self.steps and start == int(start))):
+            raise FinetuneError(
+                f"--merge-aware-start is {start:g}: give a whole step below --steps {self.steps}, or a share below 1"
+            )
         if not 0 < self.eval_fraction < 1:
             raise FinetuneError(f"--eval-fraction is {self.eval_fraction:g}: give a number between 0 and 1")
         for name, allowed in _CHOICES.items():
@@ -112,6 +123,14 @@ class FinetuneConfig:
             raise FinetuneError("nothing to train on: give --text FILE or --dataset NAME, once for each")
         if not self.targets:
             raise FinetuneError("no --targets: name the modules that get an adapter, for example --targets experts")
+
+    @property
+    def merge_aware_from(self) -> int | None:
+        """How many steps are done before the first merge-aware one; None where none is."""
+        if not self.merge_aware:
+            return None
+        start = self.merge_aware_start
+        return int(start) if start >= 1 else int(start * self.steps)
 
     def fingerprint(self) -> dict[str, Any]:
         """Every setting that changes the trained numbers, as JSON values; without model and data."""

@@ -12,6 +12,9 @@ from rich.console import Console
 from torch import nn
 
 from torch_nvfp4 import hf, lora
+from torch_nvfp4._lora.sites import adapted_sites
+from torch_nvfp4._lora.stamp import packed_modules
+from torch_nvfp4.nn import NVFP4Experts, NVFP4Linear, set_numerics
 from torch_nvfp4.train import compilers, config_file, memory, report, state
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, Interrupted, one_line
 from torch_nvfp4.train.data import TokenData, eval_batches, load_data, train_batch
@@ -90,7 +93,7 @@ def _prepare(config: FinetuneConfig, console: Console) -> _Run:
         state.check_fingerprint(checkpoint, fingerprint)
     if data.packed:
         check_separation(model, config.model, config.batch, device)
-    dense_bytes = memory.dense_bytes(model)
+    dense_bytes, was_packed = memory.dense_bytes(model), bool(memory.expert_bytes(model))
     progress = _quantize(config, console, model, data, device, measure=checkpoint is None)
 
     torch.manual_seed(config.seed)
@@ -101,6 +104,8 @@ def _prepare(config: FinetuneConfig, console: Console) -> _Run:
     if config.gradient_checkpointing:
         _checkpoint_layers(model)
     optimizer = _optimizer(config, model)
+    _check_merge_aware(config, model, packed_here=not was_packed, console=console)
+    _set_merge_aware(config, model, state.step_of(checkpoint) if checkpoint else 0)
     if checkpoint:
         progress = state.load_checkpoint(checkpoint, model, optimizer)
         console.print(f"resumed from {checkpoint}: {progress.step} of {config.steps} steps are done", soft_wrap=True)
@@ -151,6 +156,32 @@ def _add_adapters(config: FinetuneConfig, model: nn.Module) -> str:
         raise FinetuneError(f"--targets {','.join(config.targets)}: {one_line(e)}") from e
 
 
+def _check_merge_aware(config: FinetuneConfig, model: nn.Module, *, packed_here: bool, console: Console) -> None:
+    """Say what --merge-aware does; FinetuneError where no adapter is on packed weights."""
+    if config.merge_aware_from is None:
+        return
+    if not any(isinstance(site.module, NVFP4Experts | NVFP4Linear) for site in adapted_sites(model)):
+        raise FinetuneError("--merge-aware: no adapter is on packed weights, name some in --targets (experts)")
+    start = f"from step {config.merge_aware_from + 1} on" if config.merge_aware_from else "from the start"
+    console.print(f"merge-aware {start}: the forward uses the 4-bit weights that torch-nvfp4 merge writes")
+    if packed_here:
+        console.print(
+            f"to merge, make the base that was quantised here: torch-nvfp4 quantize {config.model} OUT "
+            "--no-share-gate-up",
+            soft_wrap=True,
+        )
+
+
+def _set_merge_aware(config: FinetuneConfig, model: nn.Module, step: int) -> bool:
+    """Make the model merge-aware if it is to be for the step after `step`; whether that changed anything."""
+    start = config.merge_aware_from
+    wanted = start is not None and step >= start
+    changed = wanted and not all(m.merge_aware for m in packed_modules(model.modules()))
+    if changed:
+        set_numerics(model, merge_aware=True)
+    return changed
+
+
 def _checkpoint_layers(model: Any) -> None:
     """Have every layer keep its input alone and compute the rest again in backward."""
     # the second is the older name of the first
@@ -187,6 +218,8 @@ def _train(run: _Run) -> None:
         report.TrainingDisplay(run.console, run.device, progress.step, config.steps) as display,
     ):
         while progress.step < config.steps:
+            if _set_merge_aware(config, run.model, progress.step):
+                _recompile(run)
             loss = _optimizer_step(run)
             progress.step += 1
             progress.train_losses.append((progress.step, loss))
@@ -206,6 +239,15 @@ def _train(run: _Run) -> None:
                     stop.signum,
                     f"stopped after step {progress.step} of {config.steps}, saved: the same command goes on from there",
                 )
+
+
+def _recompile(run: _Run) -> None:
+    """The step is merge-aware from now on; its new graph is compiled outside the steps' time."""
+    run.console.print(f"merge-aware from step {run.progress.step + 1} on")
+    if run.step.compiled:
+        batch = train_batch(run.data, run.config, run.progress.step, 0)
+        if note := run.step.warm_up(batch, run.device, run.config.compile):
+            run.console.print(note, highlight=False, soft_wrap=True)
 
 
 def _due(step: int, every: int) -> bool:
@@ -244,6 +286,11 @@ def _finish(run: _Run) -> FinetuneResult:
     final_loss = mean_loss(run.model, batches, run.device)
     with lora.disable_adapters(run.model, "experts"):
         zeroed_loss = mean_loss(run.model, batches, run.device)
+    unmerged_loss = None
+    if config.merge_aware:
+        set_numerics(run.model, merge_aware=False)
+        unmerged_loss = mean_loss(run.model, batches, run.device)
+        set_numerics(run.model, merge_aware=True)
     progress.eval_losses.append((progress.step, final_loss))
     lora.save_adapter(run.model, config.output, base_model_name_or_path=config.model)
     plot_path = config.output / "loss.png" if config.plot else None
@@ -265,6 +312,7 @@ def _finish(run: _Run) -> FinetuneResult:
         plot_path=plot_path,
         loss_history=tuple(progress.train_losses),
         eval_history=tuple(progress.eval_losses),
+        unmerged_loss=unmerged_loss,
     )
     report.print_summary(run.console, result)
     return result

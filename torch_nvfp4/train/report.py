@@ -27,6 +27,8 @@ class FinetuneResult:
         path: what ran the step: "compiled (inductor, C++)" or "eager".
         experts_bytes_before, experts_bytes_after: expert weights, dense and packed.
         loss_history, eval_history: (step, loss) on the training batches and on the held-out split.
+        unmerged_loss: of a merge-aware adapter served beside the base; None for an adapter that is not merge-aware, and
+            `final_loss` is then that of the adapter, otherwise of the merged model.
     """
 
     base_loss: float
@@ -44,6 +46,7 @@ class FinetuneResult:
     plot_path: Path | None
     loss_history: tuple[tuple[int, float], ...]
     eval_history: tuple[tuple[int, float], ...]
+    unmerged_loss: float | None = None
 
 
 def size(count: int) -> str:
@@ -80,12 +83,16 @@ def print_plan(console: Console, plan: MemoryPlan, optim: str, device: str) -> N
 def print_summary(console: Console, result: FinetuneResult) -> None:
     """The last words of a run."""
     table = _table("result", "")
-    for name, loss, reference in (
+    tuned = "fine-tuned" if result.unmerged_loss is None else "fine-tuned, as merged"
+    losses = [
         ("base", result.base_loss, None),
         ("base, experts quantised", result.quantized_loss, result.base_loss),
-        ("fine-tuned", result.final_loss, result.quantized_loss),
+        (tuned, result.final_loss, result.quantized_loss),
         ("fine-tuned, expert adapters off", result.expert_adapters_zeroed_loss, result.final_loss),
-    ):
+    ]
+    if result.unmerged_loss is not None:
+        losses.append(("fine-tuned, adapter not merged", result.unmerged_loss, result.final_loss))
+    for name, loss, reference in losses:
         change = "" if reference is None else f" ({loss - reference:+.4f})"
         table.add_row(f"held-out loss: {name}", f"{loss:.4f} nat per token{change}")
     table.add_row("expert weights", f"{size(result.experts_bytes_before)} -> {size(result.experts_bytes_after)}")
@@ -94,7 +101,8 @@ def print_summary(console: Console, result: FinetuneResult) -> None:
     measured = size(result.peak_memory_bytes) if result.peak_memory_bytes else "not known on this system"
     table.add_row("peak memory", f"{measured} (predicted: {size(result.predicted_peak_bytes)})")
     table.add_row("ran", result.path)
-    table.add_row("adapter", str(result.adapter_dir))
+    purpose = "" if result.unmerged_loss is None else " (merge-aware: for torch-nvfp4 merge)"
+    table.add_row("adapter", f"{result.adapter_dir}{purpose}")
     if result.plot_path:
         table.add_row("plot", str(result.plot_path))
     console.print(table)

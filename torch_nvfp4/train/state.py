@@ -95,6 +95,11 @@ def check_fingerprint(checkpoint: Path, wanted: dict[str, Any]) -> None:
         raise FinetuneError(f"{checkpoint} was made with {what}{more}: use the same settings, or another --output")
 
 
+def step_of(checkpoint: Path) -> int:
+    """How many optimiser steps a checkpoint has behind it."""
+    return int(_read_state(checkpoint)["step"])
+
+
 def save_checkpoint(
     config: FinetuneConfig,
     model: nn.Module,
