@@ -19,7 +19,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     import typer
 
-    from torch_nvfp4 import commands_checkpoint, commands_merge  # noqa: F401  (they add their commands)
+    from torch_nvfp4 import commands_checkpoint, commands_merge, commands_plan  # noqa: F401  (they add their commands)
     from torch_nvfp4.commands import app, fail
 
     try:

@@ -1,0 +1,1 @@
+"""What `torch-nvfp4 plan` is made of."""
