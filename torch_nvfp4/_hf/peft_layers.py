@@ -46,8 +46,8 @@ class _PackedBase(layer.LoraLayer):
 
 def _no_merge() -> ValueError:
     return ValueError(
-        "an adapter cannot be merged into packed weights, which would have to be rounded again: save it and "
-        "merge it into the dense model, where stock PEFT loads it"
+        "an adapter cannot be merged into packed weights in memory, which would have to be rounded again: save it, and "
+        "merge it into the packed checkpoint (torch-nvfp4 merge), or merge it into the dense model with stock PEFT"
     )
 
 
