@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ._lora import files, peft, per_expert
 from ._lora.read import read_for
+from ._lora.sharded import copy_whole, is_sharded, refuse_new, writes
 from ._lora.sites import (
     LoRALinear,
     LoRASpec,
@@ -81,7 +82,7 @@ def add_lora(
     dtype: of the factors; the forward pass casts them to the activations' dtype.
 
     Raises ValueError, before anything is changed, for a rank below 1, a target that matches nothing, and a
-    model that has adapters already.
+    model that has adapters already or is sharded by FSDP2.
     """
     ranks = {"r": r, "expert_r": r if expert_r is None else expert_r}
     for name, rank in ranks.items():
@@ -91,6 +92,7 @@ def add_lora(
     adapted = [site.name for site in sites if site.factors is not None]
     if adapted:
         raise ValueError(f"the model has adapters already, {adapted[0]} for one: call remove_adapters first")
+    refuse_new(model)
     chosen: dict[Site, str] = {}
     for target in targets:
         found = [site for site in sites if _matches(site, target)]
@@ -132,6 +134,7 @@ def _count_values(model: nn.Module) -> int:
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """All adapters under PEFT's key names and in its layout; empty without adapters.
 
+    Of a sharded model (FSDP2, DTensor) every rank must ask, and gets the whole.
     For experts A is `[E*R, in]` with the expert slowest, B `[out, R*E]` with the rank slowest and its rows
     in the order of the stock model.
     """
@@ -146,12 +149,16 @@ def save_adapter(
     Files are replaced by rename: a kill at any moment leaves the old adapter, the new one, or (only where the
     configuration changed) a directory that `load_adapter` refuses; never a mixture. Adapters of a merge-aware
     model are stamped in adapter_config.json. ValueError without adapters.
+
+    Of a sharded model every rank must call it; rank 0 writes.
     """
     config = peft.config_of(model)
     class_name = type(getattr(model, "_orig_mod", model)).__name__
     task_type = "CAUSAL_LM" if class_name.endswith("ForCausalLM") else None
     data = peft.config_to_json(config, base_model=base_model_name_or_path, task_type=task_type)
-    files.write_adapter(Path(directory), adapter_state_dict(model), data | _stamped(model))
+    state, stamp = adapter_state_dict(model), _stamped(model)
+    if writes(model):
+        files.write_adapter(Path(directory), state, data | stamp)
 
 
 def _stamped(model: nn.Module) -> dict[str, dict[str, object]]:
@@ -182,7 +189,9 @@ def export_adapter(
         return
     config = per_expert.per_expert_config(model)
     data = peft.config_to_json(config, base_model=base_model_name_or_path, task_type="CAUSAL_LM")
-    files.write_adapter(Path(directory), per_expert.per_expert_state(model), data | stamp)
+    state = per_expert.per_expert_state(model)
+    if writes(model):
+        files.write_adapter(Path(directory), state, data | stamp)
 
 
 def load_adapter(
@@ -209,6 +218,7 @@ def load_adapter(
     values, adapted = found.values(), [site.module for site in found.specs]
     warn_unless_merge_aware(found.stamp, adapted, stacklevel=2)
     if not adapted_sites(model):
+        refuse_new(model)
         model.requires_grad_(False)
     mark(adapted, found.stamp is not None)
     for site, (a, b) in values.items():
@@ -216,7 +226,7 @@ def load_adapter(
         placed.set_spec(found.specs[site])
         with torch.no_grad():
             for factor, value in zip(placed.factors or (), (a, b), strict=True):
-                factor.copy_(value)
+                copy_whole(factor, value)
 
 
 def _check_same_adapters(model: nn.Module, specs: dict[Site, LoRASpec]) -> None:
@@ -248,16 +258,22 @@ def disable_adapters(model: nn.Module, kind: Literal["all", "experts"] = "all") 
     """Inside the block the model computes without its adapters, or without those of its experts alone.
 
     The factors are taken off the modules and the same Parameter objects put back, also after an exception;
-    they get no gradient from what runs inside. A compiled model recompiles once.
+    they get no gradient from what runs inside. A compiled model recompiles once. FSDP2 would put factors back that are
+    off: in a sharded model they stay, scaled by 0.
     """
     if kind not in ("all", "experts"):
         raise ValueError(f"kind must be 'all' or 'experts', got {kind!r}")
     sites = [site for site in adapted_sites(model) if kind == "all" or site.is_experts]
-    taken = [(site.module, name, getattr(site.module, name)) for site in sites for name in site.factor_names]
-    for module, name, _ in taken:
-        setattr(module, name, None)
+    if is_sharded(model):
+        off = {(site.module, site.scaling_name): 0.0 for site in sites}
+        off |= {(site.module, "merge_aware"): False for site in sites if getattr(site.module, "merge_aware", False)}
+    else:
+        off = {(site.module, name): None for site in sites for name in site.factor_names}
+    taken = [(module, name, getattr(module, name)) for module, name in off]
+    for (module, name), value in off.items():
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for module, name, factor in taken:
-            setattr(module, name, factor)
+        for module, name, value in taken:
+            setattr(module, name, value)

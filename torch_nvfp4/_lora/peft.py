@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from .sharded import whole
 from .sites import LoRASpec, Site, adapted_sites, clean_path, iter_sites, stock_layout_of
 
 KEY_PREFIX = "base_model.model."
@@ -302,5 +303,5 @@ def state_dict_of(model: nn.Module) -> dict[str, Tensor]:
         factors = site.factors
         if factors is not None:
             with torch.no_grad():
-                state[key_a], state[key_b] = to_peft(site, *factors)
+                state[key_a], state[key_b] = to_peft(site, *map(whole, factors))
     return state

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import stacked
 from .peft import KEY_PREFIX, TAKEN_FOR_EXPERTS, PeftConfig, is_interleaved, keys_of
+from .sharded import whole
 from .sites import LoRASpec, Site, adapted_sites
 from .strict import check_keys, check_tensor
 
@@ -36,7 +37,7 @@ def per_expert_state(model: nn.Module) -> dict[str, Tensor]:
 def _parts(site: Site) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(key prefix, A `[R, C]`, B `[N, R]`) of each matrix of a site."""
     assert site.factors is not None
-    a, b = site.factors
+    a, b = map(whole, site.factors)
     if not site.is_experts:
         yield keys_of([site])[site][0].removesuffix(".lora_A.weight"), a, b
         return

@@ -140,15 +140,16 @@ class Site:
             return specs[self.projection]
         assert self.factors is not None
         r = self.factors[0].shape[-2]
-        return LoRASpec(r, getattr(self.module, self._scaling_name) * r)
+        return LoRASpec(r, getattr(self.module, self.scaling_name) * r)
 
     @property
-    def _scaling_name(self) -> str:
+    def scaling_name(self) -> str:
+        """The module's attribute that holds the adapter's strength."""
         return f"{self.projection}_scaling" if self.is_experts else "scaling"
 
     def set_spec(self, spec: LoRASpec) -> None:
         """Make the adapter's scaling what the spec says, and remember the spec for saving."""
-        setattr(self.module, self._scaling_name, spec.scaling)
+        setattr(self.module, self.scaling_name, spec.scaling)
         self.module.__dict__.setdefault("lora_specs", {})[self.projection] = spec
 
 

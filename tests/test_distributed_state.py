@@ -1,0 +1,150 @@
+"""Saving and resuming sharded runs: adapters in PEFT's format, and torch's distributed checkpoints, at any size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hf_models import randomize_adapters
+from ranks import Ranks
+from sharded_models import assert_same_model, language_loss, language_model, of_rank, sequences
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+from torch_nvfp4 import lora
+from torch_nvfp4.distributed import shard_layers
+
+TARGETS = ("experts", "q_proj", "o_proj")
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=sequences(), use_cache=False).logits
+
+
+def _adapter(folder: str) -> None:
+    """Saved by all, loaded by all, and off where asked."""
+    one = language_model()
+    sharded = copy.deepcopy(one)
+    shard_layers(sharded)
+    state = lora.adapter_state_dict(one)
+    for name, tensor in lora.adapter_state_dict(sharded).items():
+        assert torch.equal(tensor, state[name]), name
+    lora.save_adapter(sharded, folder)
+    dist.barrier()
+    other = language_model()
+    for parameter in other.parameters():
+        if parameter.requires_grad:
+            parameter.detach().zero_()
+    shard_layers(other)
+    lora.load_adapter(other, folder)
+    assert_same_model(other, one, grads=False)
+    for kind in ("experts", "all"):
+        with lora.disable_adapters(one, kind), lora.disable_adapters(sharded, kind):  # type: ignore[arg-type]
+            torch.testing.assert_close(_logits(sharded), _logits(one), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(_logits(sharded), _logits(one), rtol=1e-6, atol=1e-6)
+    lora.remove_adapters(one)
+    shard_layers(one)
+    for add in (lambda: lora.add_lora(one, targets=TARGETS), lambda: lora.load_adapter(one, folder)):
+        with pytest.raises(ValueError, match=r"sharded \(fully_shard\): put the adapters on it before"):
+            add()
+
+
+def test_adapters_of_a_sharded_model(four: Ranks, tmp_path: Path) -> None:
+    four.run(_adapter, str(tmp_path))
+    model = language_model()
+    expected = lora.adapter_state_dict(model)
+    randomize_adapters(model, std=1.0)
+    lora.load_adapter(model, tmp_path)
+    assert all(torch.equal(t, expected[name]) for name, t in lora.adapter_state_dict(model).items())
+
+
+def _trainer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, *, one: bool = False) -> None:
+    language_loss(model, sequences() if one else of_rank(sequences())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+_ADAPTERS = StateDictOptions(ignore_frozen_params=True)
+
+
+def _save(folder: str, adapters: str) -> None:
+    model = language_model(adapters)
+    shard_layers(model)
+    optimizer = _trainer(model)
+    for _ in range(2):
+        _step(model, optimizer)
+    state, of_optimizer = get_state_dict(model, optimizer, options=_ADAPTERS)
+    assert state and all("lora" in name for name in state)
+    dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder)
+
+
+def _resume(folder: str, adapters: str) -> None:
+    model = language_model(adapters)
+    randomize_adapters(model, std=1.0)
+    shard_layers(model)
+    optimizer = _trainer(model)
+    state, of_optimizer = get_state_dict(model, optimizer, options=_ADAPTERS)
+    dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder)
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=of_optimizer, options=options)
+    one = language_model(adapters)
+    of_one = _trainer(one)
+    for _ in range(3):
+        _step(one, of_one, one=True)
+    _step(model, optimizer)
+    # AdamW's first steps divide a gradient by its own size, so a rounding of a tiny one shows
+    assert_same_model(model, one, tolerance=1e-4, grads=False)
+
+
+@pytest.mark.parametrize("adapters", ["own", "peft"])
+def test_saved_on_four_and_resumed_on_two(four: Ranks, two: Ranks, tmp_path: Path, adapters: str) -> None:
+    four.run(_save, str(tmp_path), adapters)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 1 << 20
+    two.run(_resume, str(tmp_path), adapters)
+
+
+def _save_peft(folder: str) -> None:
+    model: Any = language_model("peft")
+    shard_layers(model)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+
+
+def test_peft_saves_a_sharded_model(two: Ranks, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    two.run(_save_peft, str(tmp_path / "sharded"))
+    language_model("peft").save_pretrained(tmp_path / "one")
+    found, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("sharded", "one"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)

@@ -1,0 +1,50 @@
+"""Adapters whose factors are spread over several devices (FSDP2, DTensor). Nothing here imports torch.distributed."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def has_fsdp(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a part of the model."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 or DTensor holds parameters of the model; FSDP2 puts those back that are taken off a module."""
+    return has_fsdp(model) or any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def refuse_new(model: nn.Module) -> None:
+    """ValueError where FSDP2 would not see a new adapter."""
+    if has_fsdp(model):
+        raise ValueError("the model is sharded (fully_shard): put the adapters on it before that")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, for which all its ranks must ask; any other tensor as it is."""
+    full: Any = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+def copy_whole(target: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor, which every rank has, into a tensor that may be a DTensor; without communication."""
+    if hasattr(target, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        sharded: Any = target
+        value = distribute_tensor(
+            value.to(sharded.to_local().device, target.dtype),
+            sharded.device_mesh,
+            sharded.placements,
+            src_data_rank=None,
+        )
+    target.copy_(value)
+
+
+def writes(model: nn.Module) -> bool:
+    """Whether this process writes the model's files: rank 0 alone where it is sharded."""
+    return not is_sharded(model) or torch.distributed.get_rank() == 0
