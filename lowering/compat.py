@@ -13,6 +13,7 @@ import torch
 from torch._inductor import config
 from torch._inductor.ir import ExternKernel, FixedLayout, IRNode, Pointwise, Reduction, ReinterpretView, TensorBox
 from torch._inductor.lowering import empty_strided, fallback_handler, lowerings, register_lowering
+from torch._inductor.ops_handler import OpsHandler
 from torch._inductor.select_algorithm import (
     AlgorithmSelectorCache,
     ExternKernelChoice,
@@ -133,16 +134,22 @@ def contiguous_input(x: TensorBox) -> Any:
     return realize_inputs(ExternKernel.require_contiguous(x))
 
 
-def exact_division(a: Any, b: Any) -> Any:
-    """a / b of fp32, rounded as IEEE 754 has it; Triton's own `/` is an approximate one."""
-    return ops.div_rn(a, b)
+def exact_division(device: torch.device) -> Callable[[Any, Any], Any]:
+    """How to divide fp32 there with IEEE 754's rounding; Triton's own `/` is an approximate one."""
+    if hasattr(OpsHandler, "div_rn"):
+        return ops.div_rn
+    if device.type == "cpu":
+        return ops.truediv
+    return lambda a, b: ops.inline_asm_elementwise(  # torch 2.11
+        a, b, asm="div.rn.f32 $0, $1, $2;", constraints="=r,r,r", dtype=torch.float32, is_pure=True, pack=1
+    )
 
 
 def largest(
     element: Callable[[Sequence[Any], Sequence[Any]], Any], device: torch.device, sizes: Sequence[Any],
     over: Sequence[Any],
 ) -> TensorBox:  # fmt: skip
-    """fp32 of `sizes`, in memory: the largest of element(index, inner index), whose inner sizes are `over`; NaN wins."""
+    """fp32 of `sizes`, in memory: the largest of element(index, inner index), inner sizes `over`; NaN wins."""
     result = Reduction.create(
         device=device, dst_dtype=torch.float32, src_dtype=torch.float32, inner_fn=element, ranges=list(sizes),
         reduction_ranges=list(over), reduction_type="max",

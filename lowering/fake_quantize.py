@@ -1,4 +1,4 @@
-"""`fake_quantize` as reductions and pointwise IR, which Inductor fuses with what makes x and with what reads the result.
+"""`fake_quantize` as reductions and pointwise IR, fused with what makes x and with what reads the result.
 
 Block by block: the largest magnitude, its scale, then value = e2m1(x / (scale * global scale)) * (scale * global scale)
 in fp32, rounded once to x's dtype: the steps and the bits of `torch_nvfp4.format.fake_quantize` without its check. A
@@ -9,12 +9,12 @@ A computed global scale is one more reduction, over the whole of x.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from torch_nvfp4.format import E2M1_MAX, E4M3_MAX, E4M3_MIN, GLOBAL_DIVISOR, MXFP4, NVFP4, get_format
+from torch_nvfp4.format import E2M1_MAX, E4M3_MAX, E4M3_MIN, GLOBAL_DIVISOR, NVFP4, get_format
 
 from .compat import (
     FloorDiv,
@@ -42,7 +42,7 @@ def lower(x: TensorBox, global_scale: TensorBox | None = None, *, format: str = 
         return Pointwise.create(
             device=device, dtype=dtype, inner_fn=lambda _: ops.constant(0, dtype), ranges=x.get_size()
         )
-    load_x = x.make_loader()
+    load_x, divide = x.make_loader(), exact_division(device)
 
     def load(block: Sequence[Any], place: Any) -> Any:
         *row, b = block
@@ -61,10 +61,10 @@ def lower(x: TensorBox, global_scale: TensorBox | None = None, *, format: str = 
             divisor, factor = _mxfp4(block_amax)
             negative = ops.lt(ops.to_dtype_bitcast(value, _I32, _F32), _int(0))
         else:
-            divisor, factor = _nvfp4(block_amax, load_global(block[:-1]))
+            divisor, factor = _nvfp4(block_amax, load_global(block[:-1]), divide)
             negative = ops.lt(value, _float(0.0))  # -0.0 becomes +0.0
         factor = ops.where(_is_finite(block_amax), factor, _float(math.nan))
-        magnitude = _e2m1(exact_division(ops.abs(value), divisor))
+        magnitude = _e2m1(divide(ops.abs(value), divisor))
         sign = ops.where(negative, _float(-1.0), _float(1.0))  # by a product, which makes -0.0 of a zero
         return ops.to_dtype(ops.mul(ops.mul(magnitude, sign), factor), dtype, src_dtype=_F32)
 
@@ -83,7 +83,7 @@ def _computed(x: TensorBox) -> TensorBox:
     load_amax = largest(magnitude, device_of(x), [], x.get_size()).make_loader()
 
     def scale(_: Sequence[Any]) -> Any:
-        quotient = exact_division(load_amax([]), _float(GLOBAL_DIVISOR))
+        quotient = exact_division(device_of(x))(load_amax([]), _float(GLOBAL_DIVISOR))
         return ops.where(ops.gt(quotient, _float(0.0)), quotient, _float(1.0))
 
     result = Pointwise.create(device=device_of(x), dtype=_F32, inner_fn=scale, ranges=[1])
@@ -95,9 +95,9 @@ def _is_finite(magnitude: Any) -> Any:
     return ops.lt(magnitude, _float(math.inf))
 
 
-def _nvfp4(amax: Any, global_scale: Any) -> tuple[Any, Any]:
+def _nvfp4(amax: Any, global_scale: Any, divide: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
     """(divisor, factor) of the elements; the divisor is infinite where the factor underflowed."""
-    quotient = exact_division(amax, ops.mul(_float(E2M1_MAX), global_scale))
+    quotient = divide(amax, ops.mul(_float(E2M1_MAX), global_scale))
     clamped = ops.where(ops.gt(quotient, _float(E4M3_MIN)), quotient, _float(E4M3_MIN))
     clamped = ops.where(ops.gt(clamped, _float(E4M3_MAX)), _float(E4M3_MAX), clamped)
     scale = ops.where(ops.gt(quotient, _float(0.0)), _to_e4m3(clamped), _float(1.0))

@@ -17,6 +17,7 @@ from .format import MXFP4, NVFP4, Format
 from .lora import LoRASummary, add_lora, disable_adapters, export_adapter, load_adapter, save_adapter
 from .nn import NVFP4Experts, NVFP4Linear, set_numerics
 from .ops import SAVE_OPS
+from .qat import convert_qat, prepare_qat
 
 if _TYPE_CHECKING:
     from ._explain.card import Card
@@ -36,10 +37,12 @@ __all__ = [
     "NVFP4Experts",
     "NVFP4Linear",
     "add_lora",
+    "convert_qat",
     "disable_adapters",
     "export_adapter",
     "explain",
     "load_adapter",
+    "prepare_qat",
     "save_adapter",
     "set_numerics",
 ]

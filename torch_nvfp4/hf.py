@@ -8,6 +8,7 @@
   `pack_on_load("mxfp4")`, gpt-oss's "mxfp4", into packed modules.
 - PEFT adapts packed experts and packed linear layers.
 - `quantize_experts` packs the experts of a model that was loaded dense.
+- `prepare_qat` trains dense experts and linear layers towards their packed forms.
 - `save_pretrained` writes a packed model in the layout that it came from, `save_packed` in any.
 - The experts implementation "nvfp4" refuses to run experts that are still dense.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ._hf.convert import dequantize_experts, quantize_experts
+from ._hf.qat import prepare_qat
 from ._hf.quantizer import PackedConfig, pack_on_load
 from ._hf.save import save_packed
 from ._hf.skeleton import skeletons
@@ -28,6 +30,7 @@ __all__ = [
     "dequantize_experts",
     "nvfp4_experts_forward",
     "pack_on_load",
+    "prepare_qat",
     "quantize_experts",
     "save_packed",
     "skeletons",

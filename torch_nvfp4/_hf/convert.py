@@ -52,12 +52,13 @@ def quantize_experts(model: nn.Module, format: str = "nvfp4") -> nn.Module:
     module that it cannot pack; the text names class, module path and reason.
     """
     for plan in plan_all(model, format):
-        _pack(model, plan, format)
+        pack(model, plan, format)
     install_capturing(model)
     return model
 
 
-def _pack(model: nn.Module, plan: ExpertsPlan, format: str) -> None:
+def pack(model: nn.Module, plan: ExpertsPlan, format: str) -> None:
+    """Put `NVFP4Experts` in the place of the dense experts of a plan, whose weights are freed."""
     experts, layout = model.get_submodule(plan.path), plan.layout
     dense = {name: parameter.detach() for name, parameter in experts.named_parameters()}
     gate_up, down = dense[layout.gate_up_name], dense[layout.down_name]
@@ -65,9 +66,9 @@ def _pack(model: nn.Module, plan: ExpertsPlan, format: str) -> None:
         gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
     gate_up_bias, down_bias = (dense.get(f"{name}_bias") for name in (layout.gate_up_name, layout.down_name))
     packed = NVFP4Experts.from_dense(
-        _rows_to_canonical(gate_up, layout),
+        rows_to_canonical(gate_up, layout),
         down,
-        gate_up_bias=None if gate_up_bias is None else _rows_to_canonical(gate_up_bias, layout),
+        gate_up_bias=None if gate_up_bias is None else rows_to_canonical(gate_up_bias, layout),
         down_bias=down_bias,
         activation=plan.activation,
         limit=plan.limit,
@@ -115,17 +116,17 @@ def _unpack(packed: NVFP4Experts, layout: PackedLayout) -> nn.Module:
                 continue
             hollow = experts.get_parameter(key)
             dense = value.detach().to(hollow.dtype, copy=True)
-            dense = _rows_to_stock(dense, layout) if projection == "gate_up" else dense
+            dense = rows_to_stock(dense, layout) if projection == "gate_up" else dense
             dense = dense.mT.contiguous() if layout.transposed and key == name else dense
             experts.register_parameter(key, nn.Parameter(dense, requires_grad=hollow.requires_grad))
     return experts.train(packed.training)
 
 
-def _rows_to_canonical(tensor: Tensor, layout: StockLayout) -> Tensor:
+def rows_to_canonical(tensor: Tensor, layout: StockLayout) -> Tensor:
     """`[E, N, ...]`: rows gate 0, up 0, gate 1, ... -> `[gate; up]`, where the stock layout interleaves."""
     return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if layout.interleaved else tensor
 
 
-def _rows_to_stock(tensor: Tensor, layout: StockLayout) -> Tensor:
-    """The inverse of `_rows_to_canonical`."""
+def rows_to_stock(tensor: Tensor, layout: StockLayout) -> Tensor:
+    """The inverse of `rows_to_canonical`."""
     return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) if layout.interleaved else tensor

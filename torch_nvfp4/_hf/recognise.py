@@ -43,7 +43,7 @@ def plan_all(model: nn.Module, format: str) -> list[ExpertsPlan]:
         packed = any(isinstance(module, NVFP4Experts) for module in model.modules())
         state = "its experts are packed already" if packed else "no module holds stacked expert weights"
         raise ValueError(f"nothing to quantize in {type(model).__name__}: {state}")
-    _refuse_shared(model, [plan.path for plan in plans])
+    refuse_shared(model, [plan.path for plan in plans])
     return plans
 
 
@@ -161,7 +161,7 @@ def _probe(limits: list[float], intermediate: int, *, gated: bool) -> Tensor:
     return padded.unflatten(1, (rows, intermediate)).transpose(0, 1).flatten(1)
 
 
-def _refuse_shared(model: nn.Module, paths: list[str]) -> None:
+def refuse_shared(model: nn.Module, paths: list[str]) -> None:
     """Expert weights that something else of the model uses too cannot be replaced."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
