@@ -182,7 +182,7 @@ def export_adapter(
     if stamp and not force:
         raise ValueError(
             "these adapters were trained merge-aware: they are right once merged into 4 bits (save_adapter, then "
-            "torch-nvfp4 merge), and worse when served beside the base; force=True exports them all the same"
+            "torch-nvfp4 merge), and another model, maybe worse, beside the base; force=True exports them all the same"
         )
     if layout == "3d":
         save_adapter(model, directory, base_model_name_or_path=base_model_name_or_path)

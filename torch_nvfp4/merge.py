@@ -108,7 +108,7 @@ def _check_numbers(checkpoint: MergedCheckpoint, stamp: Stamp | None, dense: boo
     if dense:
         raise MergeError(
             "the adapter was trained merge-aware, for its sum with the weights rounded to 4 bits; in a dense model it "
-            "is worse. Merge it without --dense, or with --force all the same"
+            "is another, which may be worse. Merge it without --dense, or with --force all the same"
         )
     for path in checkpoint.adapted:
         entry = checkpoint.experts.get(path) or checkpoint.linears[path]

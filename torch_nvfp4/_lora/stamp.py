@@ -76,8 +76,8 @@ def warn_unless_merge_aware(stamp: Stamp | None, adapted: Iterable[nn.Module], s
     """Say that a stamped adapter's forward is not the one that it was trained with."""
     if stamp is not None and not all(module.merge_aware for module in packed_modules(adapted)):
         warnings.warn(
-            "this adapter was trained merge-aware: its weights are right once they are merged into 4 bits, and served "
-            "beside the base it is worse, maybe worse than the base alone. Merge it (torch-nvfp4 merge), or call "
+            "this adapter was trained merge-aware: it is right once merged into 4 bits; beside the base it is another "
+            "model, which may be worse than the base alone. Merge it (torch-nvfp4 merge), or call "
             "torch_nvfp4.nn.set_numerics(model, merge_aware=True) before it is loaded",
             stacklevel=stacklevel + 1,
         )
