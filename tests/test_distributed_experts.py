@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import expert_parallel as ep
@@ -10,16 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from safetensors.torch import load_file
 from sharded_models import close, language_loss, language_model, of_rank, sequences
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_nvfp4 import save_adapter
 from torch_nvfp4.distributed import (
     average_gradients,
     clip_gradients,
     expert_parameters,
     experts_modules,
     parallelize_experts,
+    whole_adapters,
 )
 
 
@@ -249,3 +253,28 @@ def _language(adapters: str, checkpointing: bool) -> None:
 @pytest.mark.parametrize(("adapters", "checkpointing"), [("own", True), ("peft", False)])
 def test_models_of_transformers(two: Ranks, adapters: str, checkpointing: bool) -> None:
     two.run(_language, adapters, checkpointing)
+
+
+def _saved(adapters: str, folder: str) -> None:
+    """Within whole_adapters rank 0 writes the file that one process writes; then training goes on."""
+    mesh = ep.mesh_of(2)
+    model, one = (language_model(adapters, num_experts=6) for _ in range(2))
+    parallelize_experts(model, mesh)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    with whole_adapters(model):
+        if dist.get_rank() == 0:
+            for given, name in ((model, "split"), (one, "one")):
+                if adapters == "own":
+                    save_adapter(given, f"{folder}/{name}")
+                else:
+                    given.save_pretrained(f"{folder}/{name}")
+    assert before == [parameter.data_ptr() for parameter in model.parameters()]
+    language_loss(model, of_rank(sequences())).backward()
+
+
+@pytest.mark.parametrize("adapters", ["own", "peft"])
+def test_adapters_are_saved_whole(two: Ranks, adapters: str, tmp_path: Path) -> None:
+    two.run(_saved, adapters, str(tmp_path))
+    split, one = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("split", "one"))
+    assert split.keys() == one.keys()
+    assert all(torch.equal(split[key], one[key]) for key in one)
