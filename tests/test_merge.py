@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from merge_models import adapt, merged_by_hand, model_of, packed_of, raw, stored
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from torch_nvfp4._merge.merged import MergedCheckpoint
 from torch_nvfp4.checkpoint import CheckpointError, open_checkpoint
 from torch_nvfp4.checkpoint.patch import write_patched
 from torch_nvfp4.format import dequantize
@@ -385,6 +387,24 @@ def test_a_killed_merge_is_never_taken_for_a_model(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.glob("out*")] == ["out.partial"]
     merge_folder(base, adapter, tmp_path / "out")
     assert [p.name for p in tmp_path.glob("out*")] == ["out"]
+
+
+@pytest.mark.parametrize("options", [{}, {"dense": True}])
+def test_one_expert_is_in_memory_at_a_time(options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make("qwen3", e=12).write(tmp_path / "base")
+    save_adapter(adapt(model_of(base), ("experts",)), tmp_path / "adapter")
+    name = "_dense" if options else "_merge"
+    compute, alive, most = getattr(MergedCheckpoint, name), [], []
+
+    def counting(self: MergedCheckpoint, *args: object) -> object:
+        made = compute(self, *args)
+        alive.append(weakref.ref(made if options else made.codes))
+        most.append(sum(reference() is not None for reference in alive))
+        return made
+
+    monkeypatch.setattr(MergedCheckpoint, name, counting)
+    merge_folder(base, tmp_path / "adapter", tmp_path / "out", shard_bytes=1, **options)
+    assert len(most) >= 24 and max(most) <= 4  # two projections of the expert that is written, and of the next
 
 
 def test_what_a_patch_must_be(tmp_path: Path) -> None:
