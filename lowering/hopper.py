@@ -53,7 +53,7 @@ def product(
     config = configs.hopper_config(rows_each, transposed)
     tiles_m = cdiv(out_width, kernels.OUTPUTS)
     tiles = (m // config.tokens + e) * tiles_m
-    programs = min(tiles, (8 // config.warps) * configs.processors(x.device.index))
+    programs = min(tiles, config.programs * configs.processors(x.device.index))
     launch(
         kernels.grouped_product, (programs,), x.device,
         kernels.x_boxes(x, config.tokens), row_scale, kernels.code_boxes(weight.codes, transposed), weight.scales,
@@ -62,5 +62,5 @@ def product(
         R=padded_rank(u.shape[1]), TOKENS=config.tokens, STEPS=cdiv(depth, kernels.DEPTH), STAGES=config.stages,
         WARPS=config.warps, TRANSPOSED=transposed, WEIGHTED_BIAS=slots is not None,
         RAGGED=out_width % kernels.OUTPUTS != 0, DTYPE=TRITON_DTYPE[dtype], AFTER=after, **weight.constants,
-        num_warps=config.warps, maxnreg=kernels.MAX_REGISTERS[config.warps],
+        num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip

@@ -14,7 +14,8 @@ from .weight import Weight
 
 SLICE_BYTES = 128 * 2**20
 """Of merged weights that are in memory at a time; one expert's always are."""
-ROWS, ELEMENTS = 16, 2048
+ROWS, ELEMENTS = 16, 1024
+"""Of a program: half a block of NVFP4 a thread, the layout in which the loop over ranks moves nothing."""
 
 
 def merge_lora(
@@ -23,7 +24,7 @@ def merge_lora(
     """See `ops.merge`. One launch."""
     weight = Weight.of(codes, scales, global_scale)
     out_codes, out_scales = torch.empty_like(weight.codes), torch.empty_like(weight.scales)
-    _merge(weight, _rounded(a), _rounded(b), scaling, out_codes, out_scales)
+    _merge(weight, rounded_factor(a), rounded_factor(b), scaling, out_codes, out_scales)
     return out_codes, out_scales.view(scales.dtype)
 
 
@@ -44,7 +45,7 @@ def slices(weight: Weight, a: Tensor, b: Tensor, scaling: float) -> Iterator[Sli
     each = weight.codes[0].nbytes + weight.scales[0].nbytes
     step = cdiv(e, cdiv(e, max(1, SLICE_BYTES // each)))
     out_codes, out_scales = torch.empty_like(weight.codes[:step]), torch.empty_like(weight.scales[:step])
-    a, b = _rounded(a), _rounded(b)
+    a, b = rounded_factor(a), rounded_factor(b)
     for first in range(0, e, step):
         part = slice(first, min(first + step, e))
         base = Weight(weight.codes[part], weight.scales[part], weight.global_scale[part], weight.block)
@@ -52,11 +53,6 @@ def slices(weight: Weight, a: Tensor, b: Tensor, scaling: float) -> Iterator[Sli
         merged = Weight(out_codes[:count], out_scales[:count], base.global_scale, weight.block)
         _merge(base, a[part], b[part], scaling, merged.codes, merged.scales)
         yield Slice(first, merged)
-
-
-def _rounded(factor: Tensor) -> Tensor:
-    """As `ops.merge` rounds it, kept as bf16: the kernel reads each value many times."""
-    return rounded_factor(factor).to(torch.bfloat16)
 
 
 def _merge(weight: Weight, a: Tensor, b: Tensor, scaling: float, out_codes: Tensor, out_scales: Tensor) -> None:

@@ -290,7 +290,7 @@ def test_quantising_divides_exactly_and_fuses_nothing_fault_a21(arch: int, block
 
     i64 is what a launch makes of a size from 2^31 on.
     """
-    types = dict(x=x, out=x, row_scale="*fp32", blocks=size, total=size, a="*bf16", b="*bf16")
+    types = dict(x=x, out=x, row_scale="*fp32", blocks=size, total=size, a="*fp32", b="*fp32")
     types |= dict(out_codes="*u8", out_scales="*u8")
     for name, (kernel, constants) in _format_kernels(block).items():
         ptx = build(kernel, arch, constants, types, enable_fp_fusion=False).asm["ptx"]

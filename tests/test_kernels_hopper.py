@@ -43,7 +43,7 @@ def build(config: configs.HopperConfig, transposed: bool, **changed: Any) -> Any
         hopper.grouped_product, signature, {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )  # fmt: skip
-    options = dict(num_warps=config.warps, maxnreg=hopper.MAX_REGISTERS[config.warps])
+    options = dict(num_warps=config.warps, maxnreg=config.registers)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -60,7 +60,7 @@ KINDS = [(config, transposed) for transposed in (False, True) for config in conf
 def test_every_tile_is_built_as_it_was_meant(config: configs.HopperConfig, transposed: bool) -> None:
     built = build(config, transposed)
     ptx = built.asm["ptx"]
-    assert built.metadata.shared * (8 // config.warps) <= SHARED_MEMORY[90]
+    assert built.metadata.shared * config.programs <= SHARED_MEMORY[90]
     assert "cp.async.bulk.tensor" in ptx
     assert ("ldmatrix" in ptx) and (".trans" in ptx) == transposed
     assert set(re.findall(r"wgmma\.mma_async\S*?m64n(\d+)k16", ptx)) == {str(config.tokens)}

@@ -29,8 +29,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 OUTPUTS = 128
 DEPTH = 64
-MAX_REGISTERS = {4: 128, 8: 168}
-"""Of a thread as launched, by consumer warps; the consumers then take what the producer leaves."""
 _M = gl.constexpr(OUTPUTS)
 _K = gl.constexpr(DEPTH)
 
