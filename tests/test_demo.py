@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from finetune_tiny import make_folder, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torch_nvfp4.train import demo, demo_base, demo_text
+from torch_nvfp4.train import demo, demo_base, demo_merge, demo_text
 from torch_nvfp4.train.config import FinetuneError
 from torch_nvfp4.train.demo_base import BaseRecipe, BaseReport
+from torch_nvfp4.train.demo_merge import MergeFigures
 from torch_nvfp4.train.report import FinetuneResult
 
 BASE = BaseReport(parameters=1_000_000, held_out_loss=3.9, unigram_entropy=5.5, seconds=1.0)
@@ -40,6 +42,8 @@ RESULT = FinetuneResult(
     eval_history=(),
 )
 PEFT_LOSS = 3.9005
+ORDINARY = MergeFigures(beside=4.2, merged=4.3, trained=4.2, kept=0.1)
+AWARE = MergeFigures(beside=4.4, merged=4.20005, trained=4.2, kept=0.5)
 
 
 def quiet() -> Console:
@@ -151,21 +155,26 @@ def test_base_is_a_model_folder_and_the_same_for_one_seed(tmp_path: Path, monkey
 # -- verdict -------------------------------------------------------------------------------------------------
 
 
-def failing(base: BaseReport = BASE, result: FinetuneResult = RESULT, peft_loss: float = PEFT_LOSS) -> list[str]:
-    return [claim.text for claim in demo.judge(base, result, peft_loss) if not claim.holds]
+def failing(
+    base: BaseReport = BASE, result: FinetuneResult = RESULT, peft_loss: float = PEFT_LOSS, aware: MergeFigures = AWARE
+) -> list[str]:
+    return [claim.text for claim in demo.judge(base, result, peft_loss, ORDINARY, aware) if not claim.holds]
 
 
 MISSES = [
     ({"base": replace(BASE, held_out_loss=4.01)}, "base, documentation"),
     ({"result": replace(RESULT, quantized_loss=5.11)}, "experts in NVFP4"),
     ({"result": replace(RESULT, experts_bytes_after=8_000)}, "memory of the experts"),
-    ({"result": replace(RESULT, base_loss=4.89, quantized_loss=4.9)}, "fine-tuned"),
+    ({"result": replace(RESULT, base_loss=4.58, quantized_loss=4.6)}, "fine-tuned"),
     ({"result": replace(RESULT, expert_adapters_zeroed_loss=4.19)}, "expert adapters zeroed"),
     ({"peft_loss": 3.9011}, "adapter in stock PEFT"),
     ({"peft_loss": 3.8989}, "adapter in stock PEFT"),
     ({"peft_loss": math.nan}, "adapter in stock PEFT"),
     ({"result": replace(RESULT, expert_adapters_zeroed_loss=math.nan)}, "expert adapters zeroed"),
     ({"result": replace(RESULT, quantized_loss=math.nan)}, "experts in NVFP4"),
+    ({"aware": replace(AWARE, merged=4.2002)}, "merge-aware, merged alone"),
+    ({"aware": replace(AWARE, merged=4.1998)}, "merge-aware, merged alone"),
+    ({"aware": replace(AWARE, merged=math.nan)}, "merge-aware, merged alone"),
 ]
 
 
@@ -178,7 +187,7 @@ def test_every_claim_can_fail(figures: dict[str, Any], claim: str) -> None:
     assert failing(**figures) == [claim]
 
 
-@pytest.mark.parametrize(("final_loss", "code", "word"), [(3.9, 0, "PASS: all"), (4.2, 1, "FAIL: 1 of")])
+@pytest.mark.parametrize(("final_loss", "code", "word"), [(3.9, 0, "PASS: all"), (4.3, 1, "FAIL: 1 of")])
 def test_exit_code_and_last_line_follow_the_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, final_loss: float, code: int, word: str
 ) -> None:
@@ -186,10 +195,25 @@ def test_exit_code_and_last_line_follow_the_verdict(
     monkeypatch.setattr(demo, "make_base", lambda *args, **kwargs: BASE)
     monkeypatch.setattr(demo, "finetune", lambda *args, **kwargs: result)
     monkeypatch.setattr(demo, "stock_peft_loss", lambda *args: final_loss + 1e-4)
+    monkeypatch.setattr(demo_merge, "train_and_merge", lambda *args: (ORDINARY, AWARE))
     console = quiet()
     assert demo.run_demo(tmp_path / "out", console=console) == code
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().splitlines()[-1].startswith(word)
+
+
+# -- merging -------------------------------------------------------------------------------------------------
+
+
+def test_two_adapters_are_trained_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_merge, "STEPS", 6)
+    config, console = tiny_config(make_folder(tmp_path), tmp_path / "adapter"), quiet()
+    ordinary, aware = demo_merge.train_and_merge(config, tmp_path, console)
+    assert ordinary.beside == ordinary.trained != ordinary.merged
+    assert aware.beside != aware.trained and abs(aware.merged - aware.trained) < 1e-5
+    assert {path.name for path in tmp_path.iterdir()} >= set(demo_merge.PARTS)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[-1].startswith("merge-aware adapter")
 
 
 # -- folder --------------------------------------------------------------------------------------------------
