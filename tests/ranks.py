@@ -27,10 +27,14 @@ def free_port() -> int:
 
 
 class Ranks:
-    """`world_size` processes, each a rank of the default group, each with one thread."""
+    """`world_size` processes with one thread each and torchrun's environment.
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    grouped: they are the ranks of the default group; else that is for the functions to join, once: the next run has
+        new processes.
+    """
+
+    def __init__(self, world_size: int, *, grouped: bool = True) -> None:
+        self._world_size, self._grouped = world_size, grouped
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -58,6 +62,8 @@ class Ranks:
         if failed:
             self.close()
             raise AssertionError("\n".join(failed))
+        if not self._grouped:
+            self.close()
         return [result for _, result in results]
 
     def _start(self) -> None:
@@ -67,7 +73,9 @@ class Ranks:
         port = free_port()
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._world_size, port, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._world_size, port, theirs, self._grouped), daemon=True
+            )
             process.start()
             theirs.close()
             self._ends.append(ours)
@@ -86,7 +94,7 @@ class Ranks:
         self.close()
 
 
-def _serve(rank: int, world_size: int, port: int, end: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, end: Connection, grouped: bool) -> None:
     import torch
     import torch.distributed as dist
 
@@ -95,7 +103,8 @@ def _serve(rank: int, world_size: int, port: int, end: Connection) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if grouped:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     while True:
         function, args = end.recv()
         try:

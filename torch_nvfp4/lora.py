@@ -265,7 +265,7 @@ def disable_adapters(model: nn.Module, kind: Literal["all", "experts"] = "all") 
         raise ValueError(f"kind must be 'all' or 'experts', got {kind!r}")
     sites = [site for site in adapted_sites(model) if kind == "all" or site.is_experts]
     if is_sharded(model):
-        off = {(site.module, site.scaling_name): 0.0 for site in sites}
+        off: dict[tuple[nn.Module, str], float | None] = {(site.module, site.scaling_name): 0.0 for site in sites}
         off |= {(site.module, "merge_aware"): False for site in sites if getattr(site.module, "merge_aware", False)}
     else:
         off = {(site.module, name): None for site in sites for name in site.factor_names}

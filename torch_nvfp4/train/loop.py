@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from torch_nvfp4 import hf, lora
 from torch_nvfp4._lora.sites import adapted_sites
@@ -22,8 +24,10 @@ from torch_nvfp4.train.device import choose_device, inspect_machine
 from torch_nvfp4.train.model import load_description, load_model, weights_digest
 from torch_nvfp4.train.packing import check_separation
 from torch_nvfp4.train.plot import write_plot
+from torch_nvfp4.train.ranks import ALONE, Ranks, joined
 from torch_nvfp4.train.report import FinetuneResult
 from torch_nvfp4.train.schedule import learning_rate
+from torch_nvfp4.train.sharded import load_sharded
 from torch_nvfp4.train.signals import StopRequest
 from torch_nvfp4.train.step import LossStep, mean_loss, targets_in
 
@@ -43,6 +47,7 @@ class _Run:
     fingerprint: dict[str, Any]
     plan: memory.MemoryPlan
     path: str
+    ranks: Ranks = ALONE
     seconds: float = 0.0
     tokens: int = 0
 
@@ -62,18 +67,20 @@ def finetune(config: FinetuneConfig, *, console: Console | None = None) -> Finet
         FinetuneError: wrong input, in one line that says how to mend it.
         Interrupted: Ctrl-C or SIGTERM while training; the state is saved.
     """
-    run = _prepare(config, console or Console())
-    _train(run)
-    return _finish(run)
-
-
-def _prepare(config: FinetuneConfig, console: Console) -> _Run:
-    """Everything before the first step; what a user can get wrong is found before the weights are read."""
     config.validate()
-    checkpoint = state.prepare_output(config)
+    device, device_note = choose_device(config.device, inspect_machine())
+    with joined(config, device) as ranks:
+        console = (console or Console()) if ranks.is_first else Console(quiet=True)
+        run = _prepare(config, console, device, device_note, ranks)
+        _train(run)
+        return _finish(run)
+
+
+def _prepare(config: FinetuneConfig, console: Console, device: str, device_note: str, ranks: Ranks) -> _Run:
+    """Everything before the first step; what a user can get wrong is found before the weights are read."""
+    checkpoint = ranks.of_first(lambda: state.prepare_output(config))
     if checkpoint:
         state.check_fingerprint(checkpoint, config.fingerprint())
-    device, device_note = choose_device(config.device, inspect_machine())
     compile, compile_note = compilers.choose(config.compile, device)
     for note in filter(None, (device_note, compile_note)):
         console.print(note, highlight=False)
@@ -87,6 +94,8 @@ def _prepare(config: FinetuneConfig, console: Console) -> _Run:
         console.print(data.note, highlight=False, soft_wrap=True)
 
     memory.reset_peak(device)
+    if ranks.mesh is not None:
+        return _prepare_sharded(config, console, device, ranks, description, data, checkpoint, compile)
     model = load_model(config, device)
     fingerprint = config.fingerprint() | {"model": weights_digest(model), "text": data.text_hash}
     if checkpoint:
@@ -111,6 +120,48 @@ def _prepare(config: FinetuneConfig, console: Console) -> _Run:
         console.print(f"resumed from {checkpoint}: {progress.step} of {config.steps} steps are done", soft_wrap=True)
     step, path = _compile(config, console, model, data, device, compile and progress.step < config.steps)
     return _Run(config, console, device, data, model, optimizer, step, progress, fingerprint, plan, path)
+
+
+def _prepare_sharded(
+    config: FinetuneConfig, console: Console, device: str, ranks: Ranks, description: Any, data: TokenData,
+    checkpoint: Path | None, compile: bool,
+) -> _Run:  # fmt: skip
+    """As `_prepare` from the weights on, for a model that several processes share."""
+
+    def adapt(model: nn.Module) -> None:
+        console.print(_add_adapters(config, model), highlight=False)
+        if config.gradient_checkpointing:
+            _checkpoint_layers(model)
+
+    loaded = load_sharded(config, description, ranks, device, adapt)
+    model: Any = loaded.model
+    fingerprint = config.fingerprint() | {"model": loaded.digest, "text": data.text_hash}
+    if checkpoint:
+        state.check_fingerprint(checkpoint, fingerprint)
+    if data.packed:
+        model.unshard()  # the check reads the embeddings by themselves
+        check_separation(model, config.model, config.batch, device)
+        model.reshard()
+    plan = memory.shared(memory.plan(model, config, loaded.dense_bytes, device, compile), config.fsdp)
+    console.print(f"sharded over {config.fsdp} of {ranks.count} processes; of each of them:")
+    report.print_plan(console, plan, config.optim, device)
+    optimizer, progress = _optimizer(config, model), state.Progress()
+    _check_merge_aware(config, model, packed_here=not loaded.was_packed, console=console)
+    if checkpoint is None:  # adapters begin as no-ops
+        progress.base_loss = progress.quantized_loss = mean_loss(
+            model, eval_batches(data, config.batch), device, ranks=ranks
+        )
+        console.print(f"held-out loss with packed experts: {progress.base_loss:.4f}")
+    _set_merge_aware(config, model, state.step_of(checkpoint) if checkpoint else 0)
+    if checkpoint:
+        progress = state.load_checkpoint(checkpoint, model, optimizer)
+        console.print(f"resumed from {checkpoint}: {progress.step} of {config.steps} steps are done", soft_wrap=True)
+    if compile:
+        for name in loaded.layers:
+            model.get_submodule(name).compile(dynamic=False)
+    path = f"{compilers.compiled_path(device)}, layer by layer" if compile else "eager"
+    step = LossStep(model, False)
+    return _Run(config, console, device, data, model, optimizer, step, progress, fingerprint, plan, path, ranks)
 
 
 def _quantize(
@@ -224,19 +275,20 @@ def _train(run: _Run) -> None:
             progress.step += 1
             progress.train_losses.append((progress.step, loss))
             display.step(progress.step, loss, run.tokens_per_second)
-            last = progress.step == config.steps
-            if not last and _due(progress.step, config.eval_every) and not stop.signum:
+            last, signum = progress.step == config.steps, run.ranks.signal(stop.signum)
+            if not last and _due(progress.step, config.eval_every) and not signum:
                 batches = eval_batches(run.data, config.batch)
-                held_out = mean_loss(run.model, batches, run.device, run.step.compiled)
+                held_out = mean_loss(run.model, batches, run.device, run.step.compiled, run.ranks)
                 progress.eval_losses.append((progress.step, held_out))
                 display.evaluation(progress.step, held_out)
-            if last or _due(progress.step, config.save_every) or stop.signum:
-                state.save_checkpoint(config, run.model, run.optimizer, progress, run.fingerprint)
+            if last or _due(progress.step, config.save_every) or signum:
+                state.save_checkpoint(config, run.model, run.optimizer, progress, run.fingerprint, run.ranks)
                 # after a checkpoint, not before: a folder that holds other things alone is refused
-                config_file.write(config, config.output / config_file.FILE_NAME)
-            if stop.signum:
+                if run.ranks.is_first:
+                    config_file.write(config, config.output / config_file.FILE_NAME)
+            if signum:
                 raise Interrupted(
-                    stop.signum,
+                    signum,
                     f"stopped after step {progress.step} of {config.steps}, saved: the same command goes on from there",
                 )
 
@@ -261,11 +313,14 @@ def _optimizer_step(run: _Run) -> float:
     tokens = config.grad_accum * config.batch * config.seq_len
     batches = [train_batch(run.data, config, number, micro) for micro in range(config.grad_accum)]
     learnt = sum(map(targets_in, batches))  # of all micro-batches: each has its own share of what is learnt
-    total = 0.0
-    for batch in batches:
+    total, mine = 0.0, run.ranks.mine(batches)
+    for micro, batch in enumerate(mine):
+        if isinstance(run.model, FSDPModule):
+            run.model.set_requires_gradient_sync(micro == len(mine) - 1)
         loss = run.step(*(tensor.to(run.device) for tensor in batch)) / learnt
-        loss.backward()
+        (loss * run.ranks.count).backward()  # the mean that FSDP2 takes over the ranks is then their sum
         total += loss.item()
+    (total,) = run.ranks.total(total)
     if not math.isfinite(total):
         raise FinetuneError(f"the loss is {total} at step {number + 1}: lower --lr, or raise --warmup")
     if config.clip:
@@ -283,18 +338,18 @@ def _finish(run: _Run) -> FinetuneResult:
     """Last evaluation, adapter, plot and summary."""
     config, progress = run.config, run.progress
     batches = eval_batches(run.data, config.batch)
-    final_loss = mean_loss(run.model, batches, run.device)
+    final_loss = mean_loss(run.model, batches, run.device, ranks=run.ranks)
     with lora.disable_adapters(run.model, "experts"):
-        zeroed_loss = mean_loss(run.model, batches, run.device)
+        zeroed_loss = mean_loss(run.model, batches, run.device, ranks=run.ranks)
     unmerged_loss = None
     if config.merge_aware:
         set_numerics(run.model, merge_aware=False)
-        unmerged_loss = mean_loss(run.model, batches, run.device)
+        unmerged_loss = mean_loss(run.model, batches, run.device, ranks=run.ranks)
         set_numerics(run.model, merge_aware=True)
     progress.eval_losses.append((progress.step, final_loss))
     lora.save_adapter(run.model, config.output, base_model_name_or_path=config.model)
     plot_path = config.output / "loss.png" if config.plot else None
-    if plot_path:
+    if plot_path and run.ranks.is_first:
         write_plot(progress, plot_path)
     result = FinetuneResult(
         base_loss=progress.base_loss,

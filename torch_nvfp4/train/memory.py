@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,12 @@ def plan(model: Any, config: FinetuneConfig, dense_bytes: int, device: str, comp
         held=held_bytes(device),
         highest=peak_bytes(device),
     )
+
+
+def shared(plan: MemoryPlan, shards: int) -> MemoryPlan:
+    """A rank's part of a plan whose model is sharded; a layer's gathered weights come on top while it runs."""
+    parts = ("dense_experts", "packed_experts", "other", "adapter", "gradients", "moments")
+    return replace(plan, **{name: -(-getattr(plan, name) // shards) for name in parts})
 
 
 def held_bytes(device: str) -> int:

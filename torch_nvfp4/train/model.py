@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from torch_nvfp4._lora.sharded import whole
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, one_line
 
 _TOKENIZER_FILES = (
@@ -67,10 +68,16 @@ def load_model(config: FinetuneConfig, device: str) -> nn.Module:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Fingerprint of the weights: names, shapes, dtypes and up to 256 values of each, evenly spread."""
+    """Fingerprint of the weights: names, shapes, dtypes and up to 256 values of each, evenly spread.
+
+    Without the adapters that may be on it. Of a sharded model all ranks must ask.
+    """
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
+    for path, parameter in model.named_parameters():
+        if "lora_" in path:
+            continue
+        name = path.replace(".base_layer.", ".")
+        flat = whole(parameter.detach()).flatten()
         sample: Tensor = flat[:: max(1, flat.numel() // 256)].contiguous().cpu().view(torch.uint8)
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.numpy().tobytes())

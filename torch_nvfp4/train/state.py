@@ -25,7 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from torch_nvfp4 import lora
+from torch_nvfp4._lora.sharded import copy_whole, whole
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, one_line
+from torch_nvfp4.train.ranks import ALONE, Ranks
 
 _NAME = re.compile(r"checkpoint-\d{8}")
 _LEFTOVER = re.compile(r"\.checkpoint-\d{8}\.(partial|old)")
@@ -106,15 +108,24 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     fingerprint: dict[str, Any],
+    ranks: Ranks = ALONE,
 ) -> Path:
-    """Write `checkpoint-<step>`; a kill at any moment leaves it or the one before. Prune old ones."""
+    """Write `checkpoint-<step>`; a kill at any moment leaves it or the one before. Prune old ones.
+
+    All ranks gather what is sharded, the first writes: the files are those of a run of one process.
+    """
     output, name = config.output, f"checkpoint-{progress.step:08d}"
     partial, final = output / f".{name}.partial", output / name
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
+    tensors = _optimizer_tensors(model, optimizer) | _rng_tensors()
+    if ranks.is_first:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir()
     lora.save_adapter(model, partial, base_model_name_or_path=config.model)
-    save_file(_optimizer_tensors(model, optimizer) | _rng_tensors(), partial / "training.safetensors")
+    if not ranks.is_first:
+        ranks.wait()
+        return final
+    save_file(tensors, partial / "training.safetensors")
     state = {"version": 1, "fingerprint": fingerprint, **asdict(progress)}
     (partial / "state.json").write_text(json.dumps(state, indent=1))
     for path in partial.iterdir():
@@ -127,6 +138,7 @@ def save_checkpoint(
     # newer ones can be here when an older one was resumed by its path; they are not this run's to delete
     for stale in [path for path in checkpoints(output) if path.name <= name][: -config.keep]:
         _retire(stale)
+    ranks.wait()
     return final
 
 
@@ -175,7 +187,7 @@ def _damaged(checkpoint: Path, error: Exception) -> FinetuneError:
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
-        f"optimizer/{name}/{key}": value
+        f"optimizer/{name}/{key}": whole(value).cpu()
         for name, parameter in trainable(model).items()
         for key, value in optimizer.state[parameter].items()
         if isinstance(value, Tensor)
@@ -183,13 +195,23 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    index = {name: i for i, name in enumerate(trainable(model))}
+    parameters = trainable(model)
+    index = {name: i for i, name in enumerate(parameters)}
     state: dict[int, dict[str, Tensor]] = {i: {} for i in index.values()}
     for key, value in tensors.items():
         if key.startswith("optimizer/"):
             _, name, what = key.split("/")
-            state[index[name]][what] = value
+            state[index[name]][what] = _like(value, parameters[name])
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    """A moment sharded as its parameter is; what has another shape, such as a count of steps, as it is."""
+    if value.shape != parameter.shape or not hasattr(parameter, "full_tensor"):
+        return value
+    sharded = torch.empty_like(parameter, dtype=value.dtype)
+    copy_whole(sharded, value)
+    return sharded.detach()
 
 
 def _rng_tensors() -> dict[str, Tensor]:

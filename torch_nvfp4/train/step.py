@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch_nvfp4.train.config import FinetuneError, one_line
 from torch_nvfp4.train.data import IGNORE, Batch
 from torch_nvfp4.train.packing import separated
+from torch_nvfp4.train.ranks import ALONE, Ranks
 
 
 def token_loss(model: nn.Module, inputs_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
@@ -29,22 +30,27 @@ def mean_loss(
     batches: Sequence[Batch],
     device: str,
     compiled: Callable[..., Tensor] | None = None,
+    ranks: Ranks = ALONE,
 ) -> float:
-    """Mean cross-entropy per token in nat; leaves the model in training mode.
+    """Mean cross-entropy per token in nat; leaves the model in training mode. Batches are dealt to the ranks.
 
     With `compiled`, the training step's own graph runs, with gradients on though nobody asks for them: to
     switch them off, or the model to evaluation mode, compiles it all once more. Only dropout needs that.
     """
     reuse = compiled is not None and not _has_dropout(model)
-    total, count = 0.0, 0
+    total, count = 0.0, 0.0
     model.train(reuse)
     with torch.set_grad_enabled(reuse):
-        for batch in batches:
+        for first in range(0, len(batches), ranks.count):
+            place = first + ranks.rank
+            batch = batches[place % len(batches)]  # a rank without one runs another: all run as many layers
             tensors = [tensor.to(device) for tensor in batch]
             loss = compiled(*tensors) if compiled else token_loss(model, *tensors)
-            total += loss.item()
-            count += targets_in(batch)
+            if place < len(batches):
+                total += loss.item()
+                count += targets_in(batch)
     model.train()
+    total, count = ranks.total(total, count)
     return total / count
 
 
