@@ -12,6 +12,7 @@ import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ..ops.routing import combine
 
@@ -101,7 +102,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def _gather(x_TN: Tensor, slot_S: Tensor, top_k: int) -> Tensor:
-    if x_TN.shape[0] == 0:  # a rank without tokens still fills buffers of a fixed size
+    if guard_or_false(x_TN.shape[0] == 0):  # a rank without tokens still fills buffers of a fixed size
         return x_TN.new_zeros(slot_S.shape[0], x_TN.shape[1])
     return x_TN.index_select(0, slot_S.clamp_min(0) // top_k)
 
@@ -206,7 +207,6 @@ def arrive(x_SH: Tensor, ids_SK: Tensor, weights_SK: Tensor, experts: int, slots
     """
     slot_M, row_M, _ = torch.ops.nvfp4.moe_route(ids_SK, experts)
     routes = Routes(slot_M[:slots], row_M, ids_SK.shape[1])
-    ids = ids_SK.reshape(-1, 1)
-    ids = ids.new_full((slots, 1), -1) if ids.shape[0] == 0 else ids.index_select(0, routes.slot_S)
+    ids = ids_SK.reshape(-1, 1).index_select(0, routes.slot_S)
     weights = take(weights_SK.reshape(-1, 1), routes.by_slot)
     return Arrived(take(x_SH, routes), ids, weights, routes)
