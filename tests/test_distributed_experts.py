@@ -263,6 +263,9 @@ def _saved(adapters: str, folder: str) -> None:
     model, one = (language_model(adapters, num_experts=6) for _ in range(2))
     parallelize_experts(model, mesh)
     before = [parameter.data_ptr() for parameter in model.parameters()]
+    if adapters == "own":
+        with pytest.raises(ValueError, match="save within torch_nvfp4.distributed.whole_adapters"):
+            save_adapter(model, f"{folder}/share")
     with whole_adapters(model):
         if dist.get_rank() == 0:
             for given, name in ((model, "split"), (one, "one")):

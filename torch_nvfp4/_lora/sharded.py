@@ -46,5 +46,13 @@ def copy_whole(target: Tensor, value: Tensor) -> None:
 
 
 def writes(model: nn.Module) -> bool:
-    """Whether this process writes the model's files: rank 0 alone where it is sharded."""
+    """Whether this process writes the model's files: rank 0 alone where it is sharded.
+
+    ValueError where the process holds a share of the experts, whose adapters would be written as if they were all.
+    """
+    if any(getattr(module, "holds_a_share", False) for module in model.modules()):
+        raise ValueError(
+            "the experts are split over ranks, and this one has its share of their adapters: save within "
+            "torch_nvfp4.distributed.whole_adapters(model)"
+        )
     return not is_sharded(model) or torch.distributed.get_rank() == 0

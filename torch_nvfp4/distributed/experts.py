@@ -52,6 +52,11 @@ class ParallelExperts(NVFP4Experts):
     share: _Share
     lost: Tensor
 
+    @property
+    def holds_a_share(self) -> bool:
+        """Whether the LoRA factors are those of this rank's experts alone; not so within `whole_adapters`."""
+        return self.num_experts < self.share.experts * self.share.ranks
+
     def _run(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, lora: Mapping[ProjectionName, LoRAFactors] | None
     ) -> Tensor:
