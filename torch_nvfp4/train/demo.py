@@ -187,8 +187,8 @@ def judge(
         ),
         Claim(
             "fine-tuned",
-            f"{result.final_loss:.4f} ({-gain:+.4f} from the base)",
-            f"≤ -{FINETUNE_GAINS:.0%} of the base",
+            f"{result.final_loss:.4f} ({-gain:+.4f}, {-gain / result.base_loss:+.0%})",
+            f"≤ -{FINETUNE_GAINS:.0%}",
             gain >= FINETUNE_GAINS * result.base_loss,
         ),
         Claim(
