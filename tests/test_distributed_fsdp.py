@@ -156,3 +156,33 @@ def _refusals() -> None:
 
 def test_refusals(four: Ranks) -> None:
     four.run(_refusals)
+
+
+def _recomputed() -> None:
+    model, one, ids = language_model(), language_model(), sequences()
+    shard_layers(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.disable_input_require_grads()
+    language_loss(model, of_rank(ids)).backward()
+    language_loss(one, ids).backward()
+    assert_same_model(model, one)
+
+
+def test_layers_recomputed_in_backward(four: Ranks) -> None:
+    four.run(_recomputed)
+
+
+def _compiled(num_experts: int) -> None:
+    """Each layer is compiled by itself, without a graph break; FSDP2's hooks stay outside."""
+    model, one, world = Stack(num_experts), Stack(num_experts), dist.get_world_size()
+    for name in shard_layers(model):
+        model.get_submodule(name).compile(backend="aot_eager", fullgraph=True)
+    batches = routed([4] * world, num_experts)
+    model(*batches[dist.get_rank()]).square().sum().backward()
+    for batch in batches:
+        (one(*batch).square().sum() / world).backward()
+    assert_same_model(model, one)
+
+
+def test_layers_compiled_one_by_one(four: Ranks) -> None:
+    four.run(_compiled, 5)

@@ -133,6 +133,7 @@ def _prepare_sharded(
         if config.gradient_checkpointing:
             _checkpoint_layers(model)
 
+    compile = compile and config.compile == "on"  # transformers' hooks break a layer's graph: gains are not measured
     loaded = load_sharded(config, description, ranks, device, adapt)
     model: Any = loaded.model
     fingerprint = config.fingerprint() | {"model": loaded.digest, "text": data.text_hash}
