@@ -52,7 +52,8 @@ def prepare_qat(
     for plan in plans:
         experts = model.get_submodule(plan.path)
         experts.__dict__["qat_plan"] = plan
-        set_prepared(experts, _prepared_class(type(experts)), numbers)
+        stock: Any = type(experts)
+        set_prepared(experts, _prepared_class(stock), numbers)
     install_capturing(model)
     return model
 
