@@ -21,6 +21,7 @@ from typing import Any
 import interpreted_kernels
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 import torch_nvfp4  # noqa: F401  (registers the ops)
@@ -31,6 +32,15 @@ DROPPED = (
     "from torch._C import _cuda_getCurrentRawStream as get_raw_stream",
     "empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda",
 )
+
+
+@triton.jit
+def nearbyint(x):
+    """x to the nearest whole number, ties to even, by fp32's own addition."""
+    return (x + 12582912.0) - 12582912.0
+
+
+tl.nearbyint = nearbyint  # of libdevice, which the interpreter lacks
 
 
 class AsyncCompile:
@@ -77,6 +87,8 @@ def pointwise(kernel: Any) -> Callable[..., None]:
         blocks = {name: BLOCKS[name] for name in names if name in BLOCKS}
         if "R0_BLOCK" in names:
             blocks["R0_BLOCK"] = triton.next_power_of_2(given["r0_numel"])
+        if given["xnumel"] == 1:
+            blocks["XBLOCK"] = 1  # a reduction of everything
         sizes = (("xnumel", "XBLOCK"), ("ynumel", "YBLOCK"))
         grid = tuple(triton.cdiv(given[numel], blocks[block]) for numel, block in sizes if numel in given)
         kernel[grid](**given, **blocks)
