@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from .._lora.sites import StockLayout, adapted_sites
 from ..nn import PROJECTIONS, NVFP4Experts
+from ..qat import refuse_prepared
 from .capture import install_capturing
 from .recognise import ExpertsPlan, plan_all
 
@@ -51,6 +52,7 @@ def quantize_experts(model: nn.Module, format: str = "nvfp4") -> nn.Module:
     Raises ValueError, before anything is changed, for a model without dense experts and for an experts
     module that it cannot pack; the text names class, module path and reason.
     """
+    refuse_prepared(model)
     for plan in plan_all(model, format):
         pack(model, plan, format)
     install_capturing(model)

@@ -86,7 +86,7 @@ class FakeQuantizedExperts(FakeQuantized):
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
         """As the stock module's."""
         rounded = fake_quantize_rows if self.numbers.activations else _as_it_is
-        view = _Rounded(self, self._rounded_weights(), rounded)
+        view = _Rounded(self, self.rounded_weights(), rounded)
         if self.qat_plan.on_input:
             result: Tensor = self.stock_class.forward(view, hidden_states, *routing)
             return result
@@ -98,7 +98,7 @@ class FakeQuantizedExperts(FakeQuantized):
         routed: Tensor = run(view, rounded(hidden_states), *routing)
         return routed
 
-    def _rounded_weights(self) -> dict[str, Tensor]:
+    def rounded_weights(self) -> dict[str, Tensor]:
         plan, layout = self.qat_plan, self.qat_plan.layout
         if not self.numbers.weights:
             return {}
