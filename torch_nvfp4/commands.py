@@ -32,7 +32,7 @@ def fail(message: str, code: int = 2) -> int:
 
 
 def _finetune(config: Path | None = None, **flags: Any) -> int:
-    """Train LoRA adapters on a model whose experts are quantised to NVFP4, and save them in PEFT's format."""
+    """Train LoRA adapters on a model whose experts are quantised to 4 bits, and save them in PEFT's format."""
     targets = flags.pop("targets")
     settings = {name: tuple(value) or None if isinstance(value, list) else value for name, value in flags.items()}
     if targets is not None:
@@ -120,13 +120,14 @@ app.command("finetune")(_finetune)
 def _demo(
     output: Annotated[Path, typer.Option(help="Folder for everything that the demo makes.")] = Path("nvfp4-demo"),
     seed: Annotated[int, typer.Option(help="Seed of base model, adapters and data order.")] = 0,
+    format: Annotated[Literal["nvfp4", "mxfp4"], typer.Option(help="Format of the packed experts.")] = "nvfp4",
 ) -> int:
     """Make a small base model, quantise it, fine-tune it on other text, check the result: minutes."""
     try:
         from torch_nvfp4.train.demo import run_demo
     except ModuleNotFoundError as e:
         return fail(f"{e.name} is not installed: pip install 'torch-nvfp4[demo]'")
-    return exit_code(lambda: run_demo(output, seed=seed), "stopped")
+    return exit_code(lambda: run_demo(output, seed=seed, format=format), "stopped")
 
 
 _ModelConfig = Annotated[Path, typer.Option(help="A model's config.json, or the folder that holds it.")]

@@ -9,6 +9,7 @@ from typing import Any
 
 DTYPES = ("bfloat16", "float32")
 OPTIMIZERS = ("adamw", "sgd")
+FORMATS = ("nvfp4", "mxfp4")
 COMPILE_MODES = ("auto", "on", "off")
 DEVICES = ("auto", "cpu", "cuda")
 TRAIN_ON = ("assistant", "all")
@@ -44,7 +45,7 @@ def _flag(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """A fine-tune of LoRA adapters on NVFP4 experts; the flags of `torch-nvfp4 finetune` are these fields."""
+    """A fine-tune of LoRA adapters on 4-bit experts; the flags of `torch-nvfp4 finetune` are these fields."""
 
     model: str = field(
         metadata={"help": "Folder of a transformers model (config.json, safetensors, tokenizer), or a hub id."}
@@ -74,6 +75,7 @@ class FinetuneConfig:
     warmup: int = _flag(10, "Steps over which the learning rate rises.")
     weight_decay: float = _flag(0.0, "Weight decay of the optimiser.")
     clip: float = _flag(1.0, "Largest gradient norm; 0 does not clip.")
+    format: str = _flag("nvfp4", "Format that dense experts are quantised to: nvfp4 or mxfp4.")
     merge_aware: bool = _flag(
         False, "Train through the 4-bit rounding that merging the adapter does; such an adapter is for merging."
     )
@@ -142,6 +144,7 @@ class FinetuneConfig:
 
 
 _CHOICES = {
+    "format": FORMATS,
     "train_on": TRAIN_ON,
     "lora_dtype": DTYPES,
     "dtype": DTYPES,

@@ -50,8 +50,8 @@ class Claim:
     holds: bool
 
 
-def run_demo(output: Path, *, seed: int = 0, console: Console | None = None) -> int:
-    """Run the demo in the folder `output`; returns 0 if every claim holds, else 1.
+def run_demo(output: Path, *, seed: int = 0, format: str = "nvfp4", console: Console | None = None) -> int:
+    """Run the demo in the folder `output`, its experts in `format`; returns 0 if every claim holds, else 1.
 
     Raises FinetuneError if the folder holds other things, or this Python lacks documentation or sources.
     """
@@ -63,15 +63,15 @@ def run_demo(output: Path, *, seed: int = 0, console: Console | None = None) -> 
     console.rule("1. a base model, trained on Python's documentation")
     base = make_base(output / "base", recipe=BaseRecipe(), seed=seed, console=console)
     console.print(f"base: held-out documentation {base.held_out_loss:.3f} nat per token, {base.seconds:.0f} s")
-    console.rule("2. quantised to NVFP4 and fine-tuned on Python's source code")
-    config = finetune_config(output, seed)
+    console.rule(f"2. quantised to {format.upper()} and fine-tuned on Python's source code")
+    config = finetune_config(output, seed, format)
     result = finetune(config, console=console)
     console.rule("3. the adapter in stock PEFT, on the dequantised model")
     peft_loss = stock_peft_loss(config, output / "dequantized", console)
     console.rule("4. adapters merged into the 4-bit weights")
     merges = demo_merge.train_and_merge(config, output, console)
     console.rule("5. what the demo claims")
-    claims = judge(base, result, peft_loss, *merges)
+    claims = judge(base, result, peft_loss, *merges, format=format)
     print_claims(console, claims)
     console.print(f"plot: {result.plot_path}", soft_wrap=True)
     failed = sum(not claim.holds for claim in claims)
@@ -94,7 +94,7 @@ def prepare_folder(output: Path) -> None:
         raise FinetuneError(f"{output} cannot be written ({e.strerror}): give another --output") from None
 
 
-def finetune_config(output: Path, seed: int) -> FinetuneConfig:
+def finetune_config(output: Path, seed: int, format: str = "nvfp4") -> FinetuneConfig:
     """The main job: whole source files held out, rank 16 on every expert, rank 8 on attention."""
     train, held_out = hold_out(source_files())
     return FinetuneConfig(
@@ -115,6 +115,7 @@ def finetune_config(output: Path, seed: int) -> FinetuneConfig:
         eval_every=100,
         save_every=0,
         seed=seed,
+        format=format,
         resume="never",
     )
 
@@ -126,7 +127,7 @@ def stock_peft_loss(config: FinetuneConfig, folder: Path, console: Console) -> f
     """
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     original = expert_weights(model)
-    hf.quantize_experts(model)
+    hf.quantize_experts(model, config.format)
     hf.dequantize_experts(model)
     error = ((expert_weights(model) - original).norm() / original.norm()).item()
     console.print(f"expert weights, quantised and dequantised: {error:.1%} from the base's (RMS)", highlight=False)
@@ -150,7 +151,13 @@ def expert_weights(model: nn.Module) -> Tensor:
 
 
 def judge(
-    base: BaseReport, result: FinetuneResult, peft_loss: float, ordinary: MergeFigures, aware: MergeFigures
+    base: BaseReport,
+    result: FinetuneResult,
+    peft_loss: float,
+    ordinary: MergeFigures,
+    aware: MergeFigures,
+    *,
+    format: str = "nvfp4",
 ) -> list[Claim]:
     """Hold every claim of the demo against its limit. A figure that is not a number holds for nothing."""
     learned = base.unigram_entropy - base.held_out_loss
@@ -174,7 +181,7 @@ def judge(
             math.isfinite(result.base_loss),
         ),
         Claim(
-            "experts in NVFP4",
+            f"experts in {format.upper()}",
             f"{result.quantized_loss:.4f} ({cost:+.4f})",
             f"< +{QUANTIZING_COSTS}",
             cost < QUANTIZING_COSTS,

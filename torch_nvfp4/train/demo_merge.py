@@ -45,7 +45,7 @@ def train_and_merge(base: FinetuneConfig, output: Path, console: Console) -> tup
 
     base: the demo's main job. Both run eager: on a CPU rounding takes most of a merge-aware step, compiled or not.
     """
-    quantize_folder(Path(base.model), output / "packed", share_gate_up=False)
+    quantize_folder(Path(base.model), output / "packed", format=base.format, share_gate_up=False)
     short = replace(
         base, model=str(output / "packed"), steps=STEPS, lr=LEARNING_RATE, compile="off", eval_every=0, plot=False
     )
@@ -62,7 +62,7 @@ def _one(config: FinetuneConfig, batches: list[Batch], console: Console) -> Merg
     result = finetune(config, console=Console(quiet=True))
     merged = config.output.with_name(f"{config.output.name}-merged")
     report = merge_folder(config.model, config.output, merged, skeletons=skeletons)
-    experts = [tensor for tensor in report.tensors if tensor.format == "nvfp4"]
+    experts = [tensor for tensor in report.tensors if tensor.format == config.format]
     kept = sum(tensor.along for tensor in experts) / sum(tensor.delta_squares for tensor in experts)
     model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
     loss = mean_loss(model, batches, "cpu")

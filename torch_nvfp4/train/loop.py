@@ -180,7 +180,7 @@ def _quantize(
         progress.base_loss = mean_loss(model, batches, device)
         console.print(f"held-out loss of the base: {progress.base_loss:.4f}")
     try:
-        hf.quantize_experts(model)
+        hf.quantize_experts(model, config.format)
     except ValueError as e:
         raise FinetuneError(f"{config.model}: the experts cannot be quantised: {one_line(e)}") from e
     if not memory.expert_bytes(model):
@@ -219,7 +219,7 @@ def _check_merge_aware(config: FinetuneConfig, model: nn.Module, *, packed_here:
     if packed_here:
         console.print(
             f"to merge, make the base that was quantised here: torch-nvfp4 quantize {config.model} OUT "
-            "--no-share-gate-up",
+            f"--no-share-gate-up{'' if config.format == 'nvfp4' else f' --format {config.format}'}",
             soft_wrap=True,
         )
 
