@@ -68,6 +68,18 @@ def test_the_bytes_are_the_cpus(dtype: torch.dtype, format: str) -> None:
                 same(OPS.dequantize(*got, dtype=out), formats.dequantize(*wanted, out))
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_compiled_fake_quantize_has_eagers_bits(dtype: torch.dtype, format: str) -> None:
+    fake_quantize = torch.compile(
+        lambda x, scale: OPS.fake_quantize(x, scale, format=format), fullgraph=True, dynamic=False
+    )
+    for x in (x for name, x in values(dtype).items() if name != "large"):
+        for scale in (None,) if format == "mxfp4" else (None, torch.tensor(0.02), torch.rand(x.shape[0], 2) * 1e-2):
+            given = None if scale is None else scale.cuda()
+            same(fake_quantize(x.cuda(), given), formats.fake_quantize(x, scale, format, check_finite=False))
+
+
 @pytest.mark.parametrize("how", ["sliced", "transposed"])
 def test_strides_do_not_matter(how: str) -> None:
     x = strided(torch.randn(3, 64, 160).bfloat16(), how)
