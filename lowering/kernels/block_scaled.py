@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .grouped_gemm import finish_tile
-from .tiles import locate_tile
+from .tiles import locate_tile, token_rows
 
 E2M1 = tl.constexpr("e2m1")
 
@@ -40,9 +40,7 @@ def block_scaled_linear(
     if row < end:
         rows = row + tl.arange(0, TOKENS)
         inside = rows < end
-        source = rows.to(tl.int64)
-        if x_slots is not None:
-            source = (tl.load(x_slots + rows, mask=inside, other=0) // top_k).to(tl.int64)
+        source = token_rows(x_slots, rows, inside, top_k)
         n = tile % tiles_n * OUTPUTS + tl.arange(0, OUTPUTS)
         weight_row = expert.to(tl.int64) * N + n
         acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)

@@ -8,7 +8,7 @@ permuted, such that column 8t + 4b + 2j + h comes to place 16j + 8h + 2t + b (t 
 import triton
 import triton.language as tl
 
-from .tiles import locate_tile
+from .tiles import locate_tile, token_rows
 
 PLAIN = tl.constexpr(0)
 SPLIT = tl.constexpr(1)
@@ -65,9 +65,7 @@ def shrink(
     if row < end:
         rows = row + tl.arange(0, ROWS)
         inside = rows < end
-        source = rows.to(tl.int64)
-        if slots is not None:
-            source = (tl.load(slots + rows, mask=inside, other=0) // top_k).to(tl.int64)
+        source = token_rows(slots, rows, inside, top_k)
         x_rows = x + source[:, None] * x_stride
         if moved is not None:
             if tl.program_id(1) == 0:

@@ -1,4 +1,4 @@
-"""Which rows of which expert a program works on, from the end rows of the experts alone."""
+"""Which rows of which expert a program works on, from the end rows of the experts alone, and where they come from."""
 
 import triton
 import triton.language as tl
@@ -25,3 +25,12 @@ def locate_tile(tile, offsets, E, E_POW2: tl.constexpr, BLOCK: tl.constexpr, AFT
     end = tl.load(offsets + expert, mask=expert < E, other=0)
     row = begin + (tile - begin // BLOCK - expert) * BLOCK
     return expert, row, end
+
+
+@triton.jit
+def token_rows(slots, rows, mask, top_k):
+    """Where routed rows lie in a token-side tensor: row slots[m] // top_k, or row m itself without slots; int64."""
+    source = rows.to(tl.int64)
+    if slots is not None:
+        source = (tl.load(slots + rows, mask=mask, other=0) // top_k).to(tl.int64)
+    return source

@@ -3,13 +3,7 @@
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _token_rows(slots, rows, mask, top_k):
-    source = rows.to(tl.int64)
-    if slots is not None:
-        source = (tl.load(slots + rows, mask=mask, other=0) // top_k).to(tl.int64)
-    return source
+from .tiles import token_rows
 
 
 @triton.jit
@@ -38,8 +32,8 @@ def wgrad(
     for row in range(begin, end, ROWS):
         rows = row + tl.arange(0, ROWS)
         inside = rows < end
-        narrow_rows = _token_rows(narrow_slots, rows, inside, top_k)
-        wide_rows = _token_rows(wide_slots, rows, inside, top_k)
+        narrow_rows = token_rows(narrow_slots, rows, inside, top_k)
+        wide_rows = token_rows(wide_slots, rows, inside, top_k)
         # Loaded transposed, so that the small operand is the left one of the product.
         p = tl.load(
             narrow + narrow_rows[None, :] * narrow_stride + narrow_columns[:, None],
