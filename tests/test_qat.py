@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from torch_nvfp4 import NVFP4Experts, NVFP4Linear, convert_qat, prepare_qat
 from torch_nvfp4.checkpoint import open_checkpoint
 from torch_nvfp4.checkpoint.save import save_packed
-from torch_nvfp4.format import decode, dequantize, quantize
+from torch_nvfp4.format import decode, dequantize, global_scales, quantize
 from torch_nvfp4.ops.rows import quantize_rows
-from torch_nvfp4.qat import fake_quantize_experts, fake_quantize_rows, global_scales
+from torch_nvfp4.qat import fake_quantize_experts, fake_quantize_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DOCS = Path(__file__).parents[1] / "docs"
@@ -43,6 +44,8 @@ def test_global_scales_are_those_of_quantize(amax: list[float]) -> None:
     values = torch.tensor(amax)
     expected = [quantize(value.expand(1, 16))[2] for value in values]
     assert torch.equal(global_scales(values), torch.cat(expected))
+    quotients = values.numpy() / np.float32(2688)  # IEEE's division, in fp32
+    assert torch.equal(global_scales(values), torch.from_numpy(np.where(quotients > 0, quotients, np.float32(1))))
 
 
 @settings(max_examples=20)

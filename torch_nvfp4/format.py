@@ -228,14 +228,20 @@ def _blocks(x: Tensor, fmt: Format) -> Tensor:
     return x.detach().to(torch.float32).contiguous().unflatten(-1, (blocks, fmt.block_size))
 
 
+def global_scales(amax: Tensor) -> Tensor:
+    """The fp32 global scales of these largest magnitudes: amax / 2688, 1 where that is 0."""
+    # In fp64, whose quotient rounds to fp32's: a GPU divides fp32 by a Python number as a product with its rounded
+    # reciprocal, and compiled code divides fp32 by an approximate instruction.
+    scales = (amax.to(torch.float64) / GLOBAL_DIVISOR).to(torch.float32)
+    return torch.where(scales > 0, scales, 1.0)
+
+
 def _computed_global_scale(blocks: Tensor, amax: Tensor, all_finite: bool) -> Tensor:
     """amax / 2688 as `[1]`, over the finite values; 1 where that is 0."""
     if amax.numel() == 0:
         return amax.new_ones(1)
     largest = amax.amax() if all_finite else torch.where(blocks.isfinite(), blocks, 0.0).abs().amax()
-    # A tensor, because CUDA divides by a Python number as a multiplication with its rounded reciprocal.
-    scale = largest.reshape(1) / amax.new_full((1,), GLOBAL_DIVISOR)
-    return torch.where(scale > 0, scale, 1.0)
+    return global_scales(largest.reshape(1))
 
 
 def given_global_scale(global_scale: Tensor | float, x: Tensor, check_finite: bool) -> Tensor:

@@ -65,7 +65,7 @@ def merge_folder(
         raise MergeError(f"{source}: holds no packed weights; into a dense model stock PEFT merges")
     skeleton, found = _match(checkpoint, Path(adapter), skeletons, lora_b_layout)
     checkpoint.adapt(skeleton, found)
-    if layout == checkpoint.layout or (layout is None and not dense):
+    if layout == checkpoint.layout:
         layout = None
     if layout is not None and layout not in LAYOUTS:
         raise MergeError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -145,23 +145,15 @@ def _write_dense(
 
 def _dense_tensors(checkpoint: MergedCheckpoint, skeleton: Skeleton, progress: Callable[[str], None] | None) -> Named:
     """Every tensor of the dense model, in the order of the packed one."""
-    owners = {name: path for path, entry in checkpoint.experts.items() for name in entry.tensors}
-    owners |= {name: path for path, entry in checkpoint.linears.items() for name in entry.tensors}
     of_fp8 = {name for entry in checkpoint.fp8.values() for name in entry.tensors if name != entry.weight}
-    written = set()
-    for name in checkpoint.tensors:
-        path = owners.get(name)
-        if path is None:
+    for name, packed in checkpoint.walk(progress):
+        if not packed:
             if name in checkpoint.fp8 or not (name in of_fp8 or checkpoint.is_scale(name)):
                 yield name, checkpoint.load_plain(name)
-        elif path not in written:
-            written.add(path)
-            if progress is not None:
-                progress(path)
-            if path in checkpoint.experts:
-                yield from _dense_experts(checkpoint, skeleton, path)
-            else:
-                yield f"{path}.weight", checkpoint.dense_linear(path)
+        elif name in checkpoint.experts:
+            yield from _dense_experts(checkpoint, skeleton, name)
+        else:
+            yield f"{name}.weight", checkpoint.dense_linear(name)
 
 
 def _dense_experts(checkpoint: MergedCheckpoint, skeleton: Skeleton, path: str) -> Named:

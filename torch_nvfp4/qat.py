@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._lora.sites import replace_module
-from .format import GLOBAL_DIVISOR, get_format
+from .format import get_format, global_scales
 from .nn import NVFP4Linear
 
 Filter = Callable[[str, nn.Module], bool]
@@ -42,13 +42,6 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None, None]:
         return grads[0], None, None
-
-
-def global_scales(amax: Tensor) -> Tensor:
-    """The fp32 global scales that `quantize` computes of these largest magnitudes: amax / 2688, 1 where that is 0."""
-    # In fp64, whose quotient rounds to fp32's: compiled for a GPU, an fp32 division would be an approximate one.
-    scales = (amax.to(torch.float64) / GLOBAL_DIVISOR).to(torch.float32)
-    return torch.where(scales > 0, scales, 1.0)
 
 
 def fake_quantize_rows(x: Tensor) -> Tensor:

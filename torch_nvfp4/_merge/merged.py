@@ -39,6 +39,11 @@ class _Factors:
         return (b @ a).mul_(self.scaling)
 
 
+def _stacked(weight: PackedWeight) -> PackedWeight:
+    """One matrix as experts, E = 1."""
+    return PackedWeight(weight.codes[None], weight.scales[None], weight.global_scale.reshape(1, 1))
+
+
 class MergedCheckpoint(Checkpoint):
     """A checkpoint that reads as if its adapter had been merged into it, and reports what that did.
 
@@ -126,8 +131,7 @@ class MergedCheckpoint(Checkpoint):
     def load_linear(self, path: str, rows: range | None = None) -> PackedWeight:
         weight = super().load_linear(path)
         if path in self._of_linears:
-            lifted = PackedWeight(weight.codes[None], weight.scales[None], weight.global_scale.reshape(1, 1))
-            codes, scales, _ = self._merge(lifted, self._of_linears[path], slice(0, 1))
+            codes, scales, _ = self._merge(_stacked(weight), self._of_linears[path], slice(0, 1))
             weight = PackedWeight(codes[0], scales[0], weight.global_scale)
         if rows is None:
             return weight
@@ -174,9 +178,7 @@ class MergedCheckpoint(Checkpoint):
 
     def dense_linear(self, path: str) -> Tensor:
         """A packed layer `[N, C]` in bf16, rounded once."""
-        weight = super().load_linear(path)
-        lifted = PackedWeight(weight.codes[None], weight.scales[None], weight.global_scale.reshape(1, 1))
-        return self._dense(lifted, self._of_linears.get(path), slice(0, 1))[0]
+        return self._dense(_stacked(super().load_linear(path)), self._of_linears.get(path), slice(0, 1))[0]
 
     def _dense(self, weight: PackedWeight, factors: _Factors | None, experts: slice) -> Tensor:
         codes, scales, global_scale = (part.to(self._device) for part in weight)

@@ -1,7 +1,7 @@
 """An opened checkpoint: what it holds, and how to load it piece by piece."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,24 @@ class Checkpoint:
         with Reader() as reader:
             for e in range(stack.entry.num_experts):
                 yield read_experts(reader, stack, range(e, e + 1))
+
+    def walk(self, progress: Callable[[str], None] | None = None) -> Iterator[tuple[str, bool]]:
+        """(name, packed?) of all there is in the files' order: packed modules by path, other tensors by name.
+
+        A module comes once, where its first tensor lies; progress is called with its path.
+        """
+        owners = {name: path for path, entry in self.experts.items() for name in entry.tensors}
+        owners |= {name: path for path, entry in self.linears.items() for name in entry.tensors}
+        seen = set()
+        for name in self.tensors:
+            path = owners.get(name)
+            if path is None:
+                yield name, False
+            elif path not in seen:
+                seen.add(path)
+                if progress is not None:
+                    progress(path)
+                yield path, True
 
     def form(self, path: str) -> Form:
         """How the files keep the weights at a path of `experts` or `linears`, and their global scales as stored."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..format import get_format
 from .checkpoint import Checkpoint, open_checkpoint
-from .declare import Declaration, hf_quant_config, plain_matrices, quantization_config
+from .declare import Declaration, hf_quant_config, plain_matrices, quantization_config, the_format
 from .emit import expert_entries, linear_entries
 from .errors import CheckpointError
 from .folder import read_json
@@ -79,30 +79,20 @@ def _check(checkpoint: Checkpoint, layout: str) -> str:
                     f"{checkpoint.folder}: tensor {name!r}: FP8 layers are kept as they are, and only those with one "
                     "scale are the same in both layouts"
                 )
-    if len(formats) > 1:
-        raise CheckpointError(f"{checkpoint.folder}: holds {' and '.join(sorted(formats))}; no layout declares both")
-    return formats.pop()
+    return the_format(f"{checkpoint.folder}:", formats)
 
 
 def _tensors(
     checkpoint: Checkpoint, forms: dict[str, Form], progress: Callable[[str], None] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the new folder, in the order of the old one."""
-    owners = {name: path for path, entry in checkpoint.experts.items() for name in entry.tensors}
-    owners |= {name: path for path, entry in checkpoint.linears.items() for name in entry.tensors}
-    written = set()
-    for name in checkpoint.tensors:
-        path = owners.get(name)
-        if path is None:
+    for name, packed in checkpoint.walk(progress):
+        if not packed:
             yield name, checkpoint.load_stored(name)
-        elif path not in written:
-            written.add(path)
-            if progress is not None:
-                progress(path)
-            if path in checkpoint.experts:
-                yield from expert_entries(path, forms[path], checkpoint.iterate_experts(path))
-            else:
-                yield from linear_entries(path, forms[path], checkpoint.load_linear(path))
+        elif name in checkpoint.experts:
+            yield from expert_entries(name, forms[name], checkpoint.iterate_experts(name))
+        else:
+            yield from linear_entries(name, forms[name], checkpoint.load_linear(name))
 
 
 def _quantization(checkpoint: Checkpoint, forms: dict[str, Form], layout: str, format: str) -> dict[str, Any]:

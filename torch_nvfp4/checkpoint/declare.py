@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..format import NVFP4, Format
+from .errors import CheckpointError
 
 _MODELOPT = {"name": "modelopt", "version": "torch_nvfp4"}
 
@@ -25,6 +26,14 @@ class Declaration:
     fp8: Collection[str] = ()
     packed: Collection[str] = ()
     kv_cache: bool = False
+
+
+def the_format(holder: str, formats: set[str]) -> str:
+    """The only one of these formats; CheckpointError, which begins with `holder`, where they are several."""
+    if len(formats) > 1:
+        raise CheckpointError(f"{holder} holds {' and '.join(sorted(formats))}; no layout declares both")
+    (format,) = formats
+    return format
 
 
 def plain_matrices(dims: Iterable[tuple[str, int]]) -> list[str]:

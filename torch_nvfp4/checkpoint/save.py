@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..format import get_format
 from ..nn import PROJECTIONS, NVFP4Experts, NVFP4Linear
-from .declare import Declaration, hf_quant_config, plain_matrices, quantization_config
+from .declare import Declaration, hf_quant_config, plain_matrices, quantization_config, the_format
 from .emit import Named, expert_entries, linear_entries, multipliers_of, stored_scales
 from .entries import PackedExperts, PackedWeight
 from .errors import CheckpointError
@@ -104,10 +104,7 @@ def find_packed(
     for path, module in modules.items():
         if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
             raise CheckpointError(f"{path} is sharded over devices: gather the model on one first")
-    formats = {module.format for module in modules.values()}
-    if len(formats) > 1:
-        raise CheckpointError(f"{type(model).__name__} holds {' and '.join(sorted(formats))}; no layout declares both")
-    format = formats.pop()
+    format = the_format(type(model).__name__, {module.format for module in modules.values()})
     sources = {path: _form_before(module, forms.get(path)) for path, module in modules.items()}
     loaded = {form.names.convention for path, form in sources.items() if FORM in modules[path].__dict__}
     if layout is None and len(loaded) > 1:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..format import GLOBAL_DIVISOR, quantize
+from ..format import global_scales, quantize
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -14,8 +14,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     x = x.to(torch.float32)
     amax = torch.where(x.isfinite(), x, 0.0).abs().amax(1)
-    # A tensor, because CUDA divides by a Python number as a multiplication with its rounded reciprocal.
-    scale = amax / amax.new_full((1,), GLOBAL_DIVISOR)
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = global_scales(amax)
     codes, scales, _ = quantize(x.unsqueeze(1), scale.unsqueeze(1), check_finite=False)
     return codes.squeeze(1), scales.squeeze(1), scale
