@@ -11,10 +11,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from ranks import Ranks
 
 NO_GPU = "needs a CUDA device"
 POISON_BYTES = [1 << power for power in range(6, 25, 2)]  # 64 B to 16 MiB
@@ -138,3 +142,21 @@ def poison() -> Iterator[Callable[[], None]]:
     yield fill_free_memory
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator["Ranks"]:
+    """A group of two processes that lasts for a file."""
+    from ranks import Ranks
+
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator["Ranks"]:
+    """As `two`."""
+    from ranks import Ranks
+
+    with Ranks(4) as ranks:
+        yield ranks

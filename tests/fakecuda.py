@@ -14,11 +14,14 @@ These are internals of torch: each new version needs a look at the patches.
 import contextlib
 import copy
 import functools
+import os
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -206,3 +209,14 @@ def _forget_devices() -> None:
             if isinstance(value, functools._lru_cache_wrapper):
                 value.cache_clear()
     DeviceProperties.create.cache_clear()
+
+
+def assert_interpreted_graphs_agree(graphs: list[Any], folder: Path) -> None:
+    """Graphs `(dtype, source, inputs, outputs)` run in Triton's interpreter, in a process of their own."""
+    torch.save(graphs, folder / "graphs.pt")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "interpreted_graphs.py", str(folder / "graphs.pt")]
+    here = Path(__file__).parent
+    run = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1] == "all agree"

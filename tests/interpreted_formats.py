@@ -11,7 +11,7 @@ import warnings
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from strategies import STRIDES, merges, strided
+from strategies import STRIDES, VALUE_KINDS, hostile_values, merges, strided
 from torch import Tensor
 
 from torch_nvfp4 import format as formats
@@ -40,19 +40,8 @@ def inputs(draw: st.DrawFn, dtype: torch.dtype, fmt: str) -> tuple[Tensor, Tenso
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     e, n, blocks = draw(st.integers(0, 3)), 2 * draw(st.integers(1, 3)), draw(st.integers(1, 3))
     shape = (e, n, blocks * FORMATS[fmt].block_size)
-    kind = draw(st.sampled_from(("bits", "spread", "ties", "zeros")))
-    if kind == "bits":  # every pattern of the dtype, NaN and infinity among them
-        size = torch.empty(0, dtype=dtype).element_size()
-        x = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), generator=generator, dtype=torch.uint8).view(dtype)
-    else:
-        x = torch.randn(shape, generator=generator)
-        if kind == "spread":
-            x = x * torch.exp2(torch.randint(-20, 20, shape, generator=generator).float())
-        if kind == "ties":
-            x = torch.randint(-24, 25, shape, generator=generator) * 0.25
-        if kind == "zeros":
-            x = x * torch.randint(-1, 2, (*shape[:-1], 1), generator=generator)
-        x = (x * 2.0 ** draw(st.integers(-140, 100))).to(dtype)
+    kind, exponent = draw(st.sampled_from(VALUE_KINDS)), draw(st.integers(-140, 100))
+    x = hostile_values(kind, shape, exponent, dtype, generator)
     x = strided(x, draw(st.sampled_from(STRIDES)))
     if fmt == "mxfp4" or draw(st.booleans()):
         return x, None

@@ -97,6 +97,27 @@ def topk_ids(generator: torch.Generator, t: int, k: int, e: int, pattern: str) -
 ID_PATTERNS = ("distinct", "repeated", "one_expert", "minus_one", "sentinel", "none")
 
 
+VALUE_KINDS = ("bits", "spread", "ties", "zeros")
+
+
+def hostile_values(
+    kind: str, shape: tuple[int, ...], exponent: int, dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    """Values of any magnitude, ties, subnormals, both zeros, or every pattern of the dtype (NaN and infinity too)."""
+    if kind == "bits":
+        size = torch.empty(0, dtype=dtype).element_size()
+        raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), generator=generator, dtype=torch.uint8)
+        return raw.view(dtype)
+    x = torch.randn(shape, generator=generator)
+    if kind == "spread":
+        x = x * torch.exp2(torch.randint(-20, 20, shape, generator=generator).float())
+    if kind == "ties":
+        x = torch.randint(-24, 25, shape, generator=generator) * 0.25
+    if kind == "zeros":
+        x = x * torch.randint(-1, 2, (*shape[:-1], 1), generator=generator)
+    return (x * 2.0**exponent).to(dtype)
+
+
 def strided(tensor: Tensor, how: str) -> Tensor:
     """The same values under other strides (a tensor with too few dims for that comes back as it is)."""
     if tensor.dim() < {"sliced": 1, "transposed": 2}.get(how, 0):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,6 @@ from sharded_models import (
     sequences,
 )
 from torch.nn.parallel import DistributedDataParallel
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def _same_as_one_process(adapters: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,6 @@ from torch_nvfp4.distributed import (
     parallelize_experts,
     whole_adapters,
 )
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def _same(

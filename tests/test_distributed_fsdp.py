@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,12 +26,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_nvfp4.distributed import shard_layers
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def _same_as_one_process(adapters: str, architecture: str, options: dict[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ STYLES = {
     "gpt_oss": Style(),
     "glm_moe_dsa": Style(),  # a layer of it cannot stay packed
 }
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,6 @@ from torch_nvfp4 import lora
 from torch_nvfp4.distributed import shard_layers
 
 TARGETS = ("experts", "q_proj", "o_proj")
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def _logits(model: Any) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import expert_parallel as ep
@@ -19,12 +18,6 @@ from torch_nvfp4.nn import NVFP4Experts
 
 E, N, C, R, M = 3, 64, 64, 3, 10
 OPS: Any = torch.ops.nvfp4
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def _weight(n: int, c: int) -> tuple[Tensor, ...]:

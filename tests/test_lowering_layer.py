@@ -1,9 +1,6 @@
 """A whole layer as Inductor compiles it for a GPU, on a machine without one: its launches, and their numbers."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import expecttest
@@ -14,7 +11,6 @@ from fakecuda import Graph
 from launches import buffers, launches, of_router
 from moe_block import block_and_inputs
 
-HERE = Path(__file__).parent
 SIZES = dict(t=64, k=8, e=16, h=128, i=128, ranks=(8, 4), dtype=torch.bfloat16)
 
 
@@ -102,9 +98,4 @@ def test_a_layer_on_ampere_is_all_templates(small: dict[torch.dtype, tuple[Graph
 def test_generated_kernels_compute_the_layer(small: dict[torch.dtype, tuple[Graph, Graph]], tmp_path: Path) -> None:
     """Forward and backward, run in the interpreter, give what the same graphs give on the CPU."""
     saved = [(dtype, g.source, g.inputs, g.outputs) for dtype, graphs in small.items() for g in graphs]
-    torch.save(saved, tmp_path / "graphs.pt")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "interpreted_graphs.py", str(tmp_path / "graphs.pt")]
-    run = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.splitlines()[-1] == "all agree"
+    fakecuda.assert_interpreted_graphs_agree(saved, tmp_path)
