@@ -179,3 +179,18 @@ def _compiled(num_experts: int) -> None:
 
 def test_layers_compiled_one_by_one(four: Ranks) -> None:
     four.run(_compiled, 5)
+
+
+def _compiled_language_model(architecture: str, adapters: str) -> None:
+    """A decoder layer of transformers, with its hooks for router logits, is one graph under FSDP2."""
+    model, one, ids = language_model(adapters, architecture), language_model(adapters, architecture), sequences()
+    for name in shard_layers(model):
+        model.get_submodule(name).compile(backend="aot_eager", fullgraph=True)
+    for run, batch in ((model, of_rank(ids)), (one, ids)):
+        language_loss(run, batch).backward()
+    assert_same_model(model, one)
+
+
+@pytest.mark.parametrize(("architecture", "adapters"), [("gpt_oss", "own"), ("qwen3_moe", "peft")])
+def test_layers_of_transformers_compiled_one_by_one(two: Ranks, architecture: str, adapters: str) -> None:
+    two.run(_compiled_language_model, architecture, adapters)

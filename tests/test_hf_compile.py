@@ -17,7 +17,9 @@ from hf_models import (
     train_step,
 )
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 from torch_nvfp4.hf import quantize_experts
 from torch_nvfp4.lora import add_lora
@@ -87,3 +89,29 @@ def test_fullgraph_with_inductor() -> None:
     model = adapted_model("qwen3_moe").train()
     expected = train_step(model)
     assert_same_grads(train_step(model, torch.compile(model, fullgraph=True)), expected)
+
+
+def test_layers_compile_one_by_one() -> None:
+    """Each to one graph in a model that runs eagerly; a forward that asks for router logits gets those of all."""
+    model = quantize_experts(make_model("qwen3_moe"))
+    add_lora(model, r=3, targets=TARGETS["qwen3_moe"])
+    randomize_adapters(model)
+    asked = dict(output_router_logits=True, labels=token_ids(), use_cache=False)
+    expected_grads, expected = train_step(model.train()), model(token_ids(), **asked)
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=counter)
+    assert_same_grads(train_step(model), expected_grads)
+    graphs = counter.frame_count
+    assert 0 < graphs <= len(model.model.layers)
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # what records cannot be traced by itself
+        model(token_ids(), **asked)
+    assert_same_grads(train_step(model), expected_grads)
+    assert counter.frame_count == graphs
+    for layer in model.model.layers:
+        layer.compile(backend=counter)
+    found = model(token_ids(), **asked)
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+    for layer, stock in zip(found.router_logits, expected.router_logits, strict=True):
+        torch.testing.assert_close(layer, stock, rtol=1e-5, atol=1e-5)
+    assert not output_capturing._active_collector.recording
