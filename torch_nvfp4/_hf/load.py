@@ -4,6 +4,7 @@ Plain tensors are transformers' to load. It meets the packed modules as ordinary
 """
 
 import copy
+import importlib
 import logging
 import re
 from dataclasses import dataclass, field
@@ -195,7 +196,10 @@ def fill(model: PreTrainedModel, checkpoint: Checkpoint, placement: Placement) -
             _copy(name, model.get_parameter(name), checkpoint.load_plain(source))
     for path in placement.decoded:
         packed: Any = model.get_submodule(path)
-        model.set_submodule(path, stock_linear(packed, model.dtype))
+        stock = stock_linear(packed, model.dtype)
+        if hasattr(packed, "_hf_hook"):  # of a model spread over devices, which moves the inputs
+            importlib.import_module("accelerate.hooks").add_hook_to_module(stock, packed._hf_hook)
+        model.set_submodule(path, stock)
     if placement.fp8:
         _logger.warning("%d FP8 weights were decoded to %s", len(placement.fp8), model.dtype)
     if placement.decoded:

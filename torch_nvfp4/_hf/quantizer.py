@@ -74,6 +74,13 @@ class PackedQuantizer(HfQuantizer):
         self._checkpoint = open_checkpoint(Path(checkpoint_files[0]).parent)
         self._placement = place(model, self._checkpoint)
 
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        """What `device_map="auto"` plans with: the tensors' own sizes, but of those that are decoded the final ones."""
+        path, _, leaf = param_name.rpartition(".")
+        if path in self._placement.decoded and leaf.startswith("weight_"):
+            return 2 * model.dtype.itemsize if leaf == "weight_codes" else 0
+        return param.element_size()
+
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         checkpoint, placement = self._checkpoint, self._placement
         fill(model, checkpoint, placement)
