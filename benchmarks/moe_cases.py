@@ -53,6 +53,7 @@ CASES = (
     Case("gpt-oss-20b-8192", 8192, 2880, 2880, 32, 4, 16),
     Case("mixtral-8x7b-8192", 8192, 4096, 14336, 8, 2, 32),
     Case("deepseek-v3-like-8192", 8192, 7168, 2048, 64, 8, 16),
+    Case("gpt-oss-20b-8192-biases", 8192, 2880, 2880, 32, 4, 16, activation="swiglu_oai", limit=7.0, bias=True),
     Case(
         "gpt-oss-20b-8192-mxfp4", 8192, 2880, 2880, 32, 4, 16, activation="swiglu_oai", limit=7.0, bias=True,
         format="mxfp4",

@@ -70,7 +70,10 @@ def test_the_bytes_are_the_cpus(dtype: torch.dtype, format: str) -> None:
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-def test_compiled_fake_quantize_has_eagers_bits(dtype: torch.dtype, format: str) -> None:
+def test_compiled_fake_quantize_has_eagers_bits(
+    dtype: torch.dtype, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)  # a graph for each shape
     fake_quantize = torch.compile(
         lambda x, scale: OPS.fake_quantize(x, scale, format=format), fullgraph=True, dynamic=False
     )

@@ -263,13 +263,7 @@ def _format_kernels(block: int) -> dict[str, tuple[Any, dict[str, Any]]]:
         "dequantize": (dequantize.dequantize, tile),
         "merge": (
             merge.merge,
-            dict(
-                C=2048,
-                B=block,
-                S=1 if block == 32 else 2,
-                ROWS=merge_launcher.ROWS,
-                BLOCKS=merge_launcher.ELEMENTS // merge_launcher.ROWS // block,
-            ),
+            dict(C=2048, B=block, S=1 if block == 32 else 2) | merge_launcher.tile_sizes(block),
         ),
         "rows": (rows.quantize_rows, ROWS | dict(codes=None, scales=None)),
         "packed rows": (rows.quantize_rows, ROWS | dict(out=None, ORDER=None)),
@@ -290,7 +284,7 @@ def test_quantising_divides_exactly_and_fuses_nothing_fault_a21(arch: int, block
 
     i64 is what a launch makes of a size from 2^31 on.
     """
-    types = dict(x=x, out=x, row_scale="*fp32", blocks=size, total=size, a="*fp32", b="*fp32")
+    types = dict(x=x, out=x, row_scale="*fp32", blocks=size, total=size, a="*i32", b="*fp32")
     types |= dict(out_codes="*u8", out_scales="*u8")
     for name, (kernel, constants) in _format_kernels(block).items():
         ptx = build(kernel, arch, constants, types, enable_fp_fusion=False).asm["ptx"]

@@ -1,6 +1,6 @@
 """The one decoder of packed weights: e2m1(code) · block scale, exact, from bytes to a tile of the activation dtype.
 
-A code's bits, moved to the top of a half-precision pattern, read as e2m1 · 2^-126 (bf16) or e2m1 · 2^-14 (fp16), zero
+A code's bits, moved to the top of a pattern, read as e2m1 · 2^-126 (bf16, fp32) or e2m1 · 2^-14 (fp16), zero
 and subnormals included, so that one multiplication by a lifted scale finishes the job. An e4m3 scale lifted by the
 whole 2^126 would overflow, so the tile is left smaller by `unit` = 2^7, which the launcher folds into the fp32 global
 scale. No float8 type appears: sm_80 has none.
@@ -33,10 +33,10 @@ def lifted_scale(byte, DTYPE: tl.constexpr, MX: tl.constexpr):
     """Block scales (uint8 tile) as DTYPE, lifted so that `decode_pair` needs one multiplication for NVFP4."""
     scale = block_scale(byte, MX)
     if not MX:
-        if DTYPE == tl.bfloat16:
-            scale = scale * 6.646139978924579e35  # 2^(126 - 7)
-        else:
+        if DTYPE == tl.float16:
             scale = scale * 128.0  # 2^(14 - 7)
+        else:
+            scale = scale * 6.646139978924579e35  # 2^(126 - 7)
     return scale.to(DTYPE)
 
 
@@ -81,11 +81,24 @@ def decode_pair(byte, scale, DTYPE: tl.constexpr, MX: tl.constexpr, PACKED_ASM: 
             is_pure=True,
             pack=4,
         )
+    elif DTYPE == tl.float32:
+        # The shift to the right repeats the sign, and the mask leaves one of it.
+        bits = byte.to(tl.int32)
+        low = _as_fp32(((bits << 28) >> 6) & -0x7E400000, MX) * scale
+        high = _as_fp32(((bits << 24) >> 6) & -0x7E400000, MX) * scale
     else:
         wide = byte.to(tl.uint16)
         low = _as_half(((wide & 0x08) << 12), wide & 0x07, DTYPE, MX) * scale
         high = _as_half(((wide & 0x80) << 8), (wide & 0x70) >> 4, DTYPE, MX) * scale
     return low, high
+
+
+@triton.jit
+def _as_fp32(pattern, MX: tl.constexpr):
+    value = pattern.to(tl.float32, bitcast=True)
+    if MX:
+        value = value * 8.507059173023462e37  # 2^126
+    return value
 
 
 @triton.jit
@@ -98,7 +111,6 @@ def _as_half(sign, magnitude, DTYPE: tl.constexpr, MX: tl.constexpr):
         value = (sign | (magnitude << 9)).to(tl.float16, bitcast=True)
         if MX:
             value = value * 16384.0
-        value = value.to(DTYPE)
     return value
 
 

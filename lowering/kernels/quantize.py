@@ -70,31 +70,39 @@ def _block_scales(amax_bits, g, MX: tl.constexpr):
 
 @triton.jit
 def _e2m1_code(magnitude):
-    """Codes 0 … 7 of magnitudes >= 0: to the nearest, ties to the even code, saturating."""
+    """Codes 0 … 7 of magnitudes 0 … 6 and a bit: to the nearest, ties to the even code.
+
+    With 2^e the power of two in a magnitude, or 1 below that, codes are whole numbers of 2^e / 2 on top of 2 e. Adding
+    1.5 · 2^(e + 22), whose last bit is worth 2^e / 2, makes fp32's own addition round.
+    """
     bits = magnitude.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - (126 << 1)
-    # In halves, rounded to a whole number by fp32's own addition.
-    subnormal = (magnitude + 4194304.0).to(tl.int32, bitcast=True) & 3
-    return tl.where(magnitude < 1.0, subnormal, tl.minimum(normal, 7))
+    power = tl.maximum(bits, 0x3F800000) & 0x7F800000
+    rounded = tl.fma(power.to(tl.float32, bitcast=True), tl.full(power.shape, 6291456.0, tl.float32), magnitude)
+    return rounded.to(tl.int32, bitcast=True) - power + (power >> 22) - 0x0B4000FE
 
 
 @triton.jit
-def _quotients(tile, divisor, N: tl.constexpr, B: tl.constexpr):
-    """|tile| / divisor `[N]`, correctly rounded, or anything from 8 on where that is 8 or more.
+def _magnitudes(tile, divisor, N: tl.constexpr, B: tl.constexpr, MX: tl.constexpr):
+    """|tile| / divisor `[N]`, correctly rounded, or about 6 where it is more; 0 if the divisor is infinite or not > 0.
 
     One division a block gives the reciprocal, correctly rounded; a product with it is off by less than two units in the
     last place, and two steps of Markstein's correction round it as a division would. Fused multiply-adds are part of
-    that, and nothing else may be fused. Divisors near the ends of fp32's range go the slow way.
+    that, and nothing else may be fused. A power of two lifts divisors from the ends of fp32's range. MXFP4's divisors
+    are powers of two themselves, whose reciprocal is fp32's and exact.
     """
-    each = tl.broadcast_to(divisor[:, None], (N, B))
-    if tl.max(((divisor < 1e-30) | (divisor > 1e30)).to(tl.int32), 0) != 0:
-        quotient = tl.div_rn(tl.abs(tile), each)
+    if MX:
+        quotient = tl.minimum(tl.abs(tile) * tl.div_rn(1.0, divisor)[:, None], 6.0)
     else:
-        x = tl.minimum(tl.abs(tile), 8.0 * each)
+        usable = (divisor > 0.0) & (divisor < float("inf"))
+        lift = tl.where(divisor < 7.888609052210118e-31, 1.2676506002282294e30, 1.0)  # 2^-100, 2^100
+        lift = tl.where(divisor > 1.2676506002282294e30, 7.888609052210118e-31, lift)
+        divisor = tl.where(usable, divisor * lift, 1.0)
+        x = tl.minimum(tl.abs(tile) * tl.where(usable, lift, 0.0)[:, None], 6.0 * divisor[:, None])
+        minus = tl.broadcast_to(-divisor[:, None], (N, B))
         reciprocal = tl.broadcast_to(tl.div_rn(1.0, divisor)[:, None], (N, B))
         quotient = x * reciprocal
-        quotient = tl.fma(tl.fma(-quotient, each, x), reciprocal, quotient)
-        quotient = tl.fma(tl.fma(-quotient, each, x), reciprocal, quotient)
+        quotient = tl.fma(tl.fma(quotient, minus, x), reciprocal, quotient)
+        quotient = tl.fma(tl.fma(quotient, minus, x), reciprocal, quotient)
     return quotient
 
 
@@ -105,14 +113,11 @@ def encode(tile, g, B: tl.constexpr, MX: tl.constexpr):
     amax_bits = tl.max(magnitude_bits(tile), 1)
     finite = amax_bits < 0x7F800000
     byte, divisor = _block_scales(amax_bits, g, MX)
-    byte = tl.where(finite, byte, NAN)
-    # A divisor that underflowed to 0 would make 0/0; dividing by infinity gives code 0 instead.
-    divisor = tl.where(divisor > 0.0, divisor, float("inf"))
-    code = _e2m1_code(_quotients(tile, divisor, tile.shape[0], B))
+    code = _e2m1_code(_magnitudes(tile, divisor, tile.shape[0], B, MX))
     negative = tile.to(tl.int32, bitcast=True) < 0 if MX else tile < 0.0
-    code = tl.where(finite[:, None], code | (negative.to(tl.int32) << 3), 0)
-    low, high = tl.split(tl.reshape(code, (tile.shape[0], B // 2, 2)))
-    return (low | (high << 4)).to(tl.uint8), byte.to(tl.uint8)
+    code += tl.where(negative, 8, 0)
+    low, high = tl.split(tl.reshape(tl.where(finite[:, None], code, 0), (tile.shape[0], B // 2, 2)))
+    return (low | (high << 4)).to(tl.uint8), tl.where(finite, byte, NAN).to(tl.uint8)
 
 
 @triton.jit
