@@ -16,6 +16,7 @@ from peft.tuners.lora import LoraModel
 from torch import nn
 
 from .._lora.files import CONFIG
+from .._lora.sharded import refuse_share
 from .._lora.stamp import KEY, Stamp, stamp_of, warn_unless_merge_aware
 from .peft_layers import Linear, ParamWrapper
 
@@ -54,6 +55,7 @@ def install() -> None:
 
     @functools.wraps(save_model)
     def save_peft_model(self: PeftModel, *args: Any, **kwargs: Any) -> Any:
+        refuse_share(self)
         for name, config in self.peft_config.items():
             if stamp := stamp_of(_adapted(self, name)):
                 _keep(config, stamp.to_json())

@@ -15,6 +15,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .._lora.sharded import refuse_share
 from ..checkpoint import open_checkpoint
 from ..nn import NVFP4Experts, NVFP4Linear
 from .capture import install_capturing
@@ -103,7 +104,10 @@ class PackedQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What `save_pretrained` writes: the packed weights as their checkpoint had them. Adapters it saves itself."""
-        return (None if getattr(model, "_hf_peft_config_loaded", False) else state_dict_of(model)), {}
+        if getattr(model, "_hf_peft_config_loaded", False):
+            refuse_share(model)
+            return None, {}
+        return state_dict_of(model), {}
 
     @property
     def is_trainable(self) -> bool:

@@ -45,14 +45,16 @@ def copy_whole(target: Tensor, value: Tensor) -> None:
     target.copy_(value)
 
 
-def writes(model: nn.Module) -> bool:
-    """Whether this process writes the model's files: rank 0 alone where it is sharded.
-
-    ValueError where the process holds a share of the experts, whose adapters would be written as if they were all.
-    """
+def refuse_share(model: nn.Module) -> None:
+    """ValueError where the process holds a share of the experts: their adapters would be written as if whole."""
     if any(getattr(module, "holds_a_share", False) for module in model.modules()):
         raise ValueError(
             "the experts are split over ranks, and this one has its share of their adapters: save within "
             "torch_nvfp4.distributed.whole_adapters(model)"
         )
+
+
+def writes(model: nn.Module) -> bool:
+    """Whether this process writes the model's files: rank 0 alone where it is sharded. ValueError as `refuse_share`."""
+    refuse_share(model)
     return not is_sharded(model) or torch.distributed.get_rank() == 0

@@ -102,6 +102,8 @@ def find_packed(
         raise CheckpointError(f"{type(model).__name__} has no packed modules")
     _refuse_adapters(model)
     for path, module in modules.items():
+        if hasattr(module, "share"):  # also within whole_adapters, which has the adapters alone whole
+            raise CheckpointError(f"{path} holds this rank's share of the experts: save the model before it is split")
         if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
             raise CheckpointError(f"{path} is sharded over devices: gather the model on one first")
     format = the_format(type(model).__name__, {module.format for module in modules.values()})
