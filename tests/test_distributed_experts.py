@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from safetensors.torch import load_file
-from sharded_models import close, language_loss, language_model, of_rank, sequences
+from sharded_models import close, language_loss, language_model, of_rank, sequences, whole
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_nvfp4 import save_adapter
+from torch_nvfp4 import load_adapter, save_adapter
 from torch_nvfp4.distributed import (
     average_gradients,
     clip_gradients,
     expert_parameters,
     experts_modules,
     parallelize_experts,
+    shard_layers,
     whole_adapters,
 )
 
@@ -267,6 +268,47 @@ def _saved(adapters: str, folder: str) -> None:
 @pytest.mark.parametrize("adapters", ["own", "peft"])
 def test_adapters_are_saved_whole(two: Ranks, adapters: str, tmp_path: Path) -> None:
     two.run(_saved, adapters, str(tmp_path))
+    split, one = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("split", "one"))
+    assert split.keys() == one.keys()
+    assert all(torch.equal(split[key], one[key]) for key in one)
+
+
+def _saved_sharded(adapters: str, folder: str) -> None:
+    """As above where FSDP2 shards too; what is loaded within whole_adapters is each rank's afterwards."""
+    mesh = ep.mesh_of(2, 2, names=("dp", "ep"))
+    model, one = (language_model(adapters, num_experts=6) for _ in range(2))
+    parallelize_experts(model, mesh)
+    for module in experts_modules(model).values():
+        fully_shard(module, mesh=mesh["dp"])
+    shard_layers(model, mesh["dp", "ep"]._flatten("everyone"))
+    before = list(model.parameters())
+    with torch.no_grad():
+        loss = language_loss(model, of_rank(sequences()))  # what FSDP2 leaves gathered is not what trains
+    with whole_adapters(model):
+        if dist.get_rank() == 0:
+            for given, name in ((model, "split"), (one, "one")):
+                if adapters == "own":
+                    save_adapter(given, f"{folder}/{name}")
+                else:
+                    given.save_pretrained(f"{folder}/{name}")
+    dist.barrier()
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    if adapters == "own":
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        kept = [parameter.detach().clone() for parameter in trained]
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.zero_()
+        with whole_adapters(model):
+            load_adapter(model, f"{folder}/one")
+        assert all(torch.equal(whole(a), whole(b)) for a, b in zip(trained, kept, strict=True))
+    with torch.no_grad():
+        close(language_loss(model, of_rank(sequences())), loss, 1e-6)
+
+
+@pytest.mark.parametrize("adapters", ["own", "peft"])
+def test_sharded_adapters_are_saved_and_loaded_whole(four: Ranks, adapters: str, tmp_path: Path) -> None:
+    four.run(_saved_sharded, adapters, str(tmp_path))
     split, one = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("split", "one"))
     assert split.keys() == one.keys()
     assert all(torch.equal(split[key], one[key]) for key in one)

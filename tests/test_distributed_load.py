@@ -12,13 +12,22 @@ from peft import LoraConfig, get_peft_model
 from ranks import Ranks
 from sharded_models import assert_same_model, language_loss, of_rank, sequences, whole
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from torch_nvfp4 import lora
 from torch_nvfp4.checkpoint.files import Reader
-from torch_nvfp4.distributed import shard_layers
+from torch_nvfp4.distributed import (
+    ParallelExperts,
+    expert_parameters,
+    experts_modules,
+    parallelize_experts,
+    shard_layers,
+)
 from torch_nvfp4.distributed.load import empty_model, load_shards
+from torch_nvfp4.nn import NVFP4Experts
 
 STYLES = {
     "mixtral": Style(renames=W123),
@@ -92,6 +101,39 @@ def test_each_rank_reads_its_part(four: Ranks, folders: dict[str, str], architec
     counts = four.run(_shards, folders[architecture], 4096)
     total = sum(p.nbytes for p in empty_model(folders[architecture]).parameters())
     assert max(counts) < total / 2, (counts, total)
+
+
+def _own_experts(folder: str) -> tuple[int, int]:
+    """Experts split: their bytes that this rank read, and those of all; every value is right."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    whole_model, counts = AutoModelForCausalLM.from_pretrained(folder), []
+    for sharded in (False, True):
+        model = empty_model(folder)
+        parallelize_experts(model, mesh)
+        if sharded:
+            for module in experts_modules(model).values():
+                fully_shard(module, mesh=mesh["dp"])
+            shard_layers(model, mesh["dp", "ep"]._flatten("everyone"))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            counting = _Counting(monkeypatch)
+            load_shards(model)
+        held = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
+        assert counting.count <= held + 4096, (counting.count, held)
+        split, truths = expert_parameters(model), dict(whole_model.named_parameters())
+        for name, parameter in model.named_parameters():
+            truth = truths[name].detach()
+            truth = truth.chunk(2)[mesh["ep"].get_local_rank()] if name in split else truth
+            assert torch.equal(whole(parameter.detach()), truth), name
+        assert all(not m.lost for m in model.modules() if isinstance(m, ParallelExperts))
+        counts.append(sum(getattr(p, "_local_tensor", p).nbytes for p in split.values()))
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
+def test_each_rank_reads_its_own_experts(four: Ranks, folders: dict[str, str], architecture: str) -> None:
+    model = empty_model(folders[architecture])
+    experts = sum(p.nbytes for m in model.modules() if isinstance(m, NVFP4Experts) for p in m.parameters())
+    assert four.run(_own_experts, folders[architecture]) == [(experts / 2, experts / 4)] * 4
 
 
 def _train(folder: str, adapters: str) -> None:

@@ -15,7 +15,7 @@ from .._lora.sites import Site, stock_layout_of
 from ..nn import LoRAFactors, MixedLoRA, NVFP4Experts, NVFP4Linear, ProjectionName
 
 
-class _PackedBase(layer.LoraLayer):
+class _PackedBase(nn.Module, layer.LoraLayer):
     """What both layers share: options are checked, merging is refused, active adapters become one pair of factors."""
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:

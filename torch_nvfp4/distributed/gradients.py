@@ -57,11 +57,11 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     if not layers:
         raise ValueError("the model has no split experts (parallelize_experts)")
     experts = expert_parameters(model)
-    names = {id(parameter) for parameter in experts.values()}
-    of_experts = _norm(experts.values()).square()
+    names, device = {id(parameter) for parameter in experts.values()}, layers[0].lost.device
+    of_experts = _norm(experts.values(), device).square()
     dist.all_reduce(of_experts, group=layers[0].share.group)
-    rest = _norm(parameter for parameter in model.parameters() if id(parameter) not in names)
-    total = (of_experts + rest.to(of_experts.device).square()).sqrt()
+    rest = _norm((parameter for parameter in model.parameters() if id(parameter) not in names), device)
+    total = (of_experts + rest.square()).sqrt()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -70,9 +70,9 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     return total
 
 
-def _norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def _norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
-        return torch.zeros(())
+        return torch.zeros((), device=device)
     norm = torch.nn.utils.get_total_norm(grads)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(device, torch.float32)

@@ -2,6 +2,7 @@
 
 model = empty_model(folder)  # packed modules in place, every tensor on the meta device
 add_lora(model)  # or get_peft_model
+parallelize_experts(model, mesh)  # where experts are to be split
 shard_layers(model, mesh)
 load_shards(model)
 """
@@ -21,7 +22,9 @@ from transformers import PreTrainedModel
 from ..checkpoint import Checkpoint, CheckpointError, PackedWeight
 from ..format import dequantize
 from ..nn import PROJECTIONS, NVFP4Experts, NVFP4Linear
+from .adapters import part_of
 from .empty import SOURCE, Source, empty_model
+from .experts import ParallelExperts, peft_wrappers
 
 __all__ = ["empty_model", "load_shards"]
 
@@ -35,6 +38,8 @@ Read = Callable[[range], Tensor]
 def load_shards(model: nn.Module, *, device: torch.device | str | None = None, seed: int = 0) -> None:
     """Give a model of `empty_model` its memory and its weights; each rank reads the parts that it holds, and no more.
 
+    Of split experts (`parallelize_experts`) these are its own.
+
     Parameters may be DTensors of any placement or plain tensors; those that are not on the meta device stay as they
     are. Adapters on it start as PEFT's do (A Kaiming-uniform, B zero), drawn from `seed` as wholes, so that they are
     the same on any number of ranks.
@@ -46,15 +51,25 @@ def load_shards(model: nn.Module, *, device: torch.device | str | None = None, s
     target = torch.device(_default_device() if device is None else device)
     _check_adapters(model)
     generator, placed = torch.Generator().manual_seed(seed), _Placed(target)
+    shares = _shares(model)
     with torch.no_grad():
         for path, module in model.named_modules():
             for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 placed.parameter(module, leaf, parameter)
-            _fill(path, module, placed, generator)
+            _fill(path, module, placed, generator, shares.get(id(module)))
         missing = [name for name, p in model.named_parameters() if p.is_meta or id(p) in placed.empty]
         if missing:
             raise ValueError(f"the checkpoint has no tensor for {len(missing)} parameters, first {missing[0]}")
         _fill_buffers(model, target)
+
+
+def _shares(model: nn.Module) -> dict[int, Any]:
+    """By the id of a module whose A stacks experts in dim 0: which of them are this rank's."""
+    shares = {id(module): module.share for module in model.modules() if isinstance(module, ParallelExperts)}
+    for wrapper in peft_wrappers(model):
+        share = shares.get(id(wrapper.get_base_layer()))
+        shares |= {id(a): share for a in wrapper.lora_A.values() if share is not None}
+    return shares
 
 
 def _default_device() -> torch.device:
@@ -126,7 +141,7 @@ def _part_of(parameter: Tensor) -> _Part:
     return _Part(local, range(offset[0], offset[0] + shape[0]), tuple(offset))
 
 
-def _fill(path: str, module: nn.Module, placed: _Placed, generator: torch.Generator) -> None:
+def _fill(path: str, module: nn.Module, placed: _Placed, generator: torch.Generator, share: Any) -> None:
     source: Source | None = module.__dict__.get(SOURCE)
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     if source is not None and source.path and isinstance(module, NVFP4Experts):
@@ -141,7 +156,7 @@ def _fill(path: str, module: nn.Module, placed: _Placed, generator: torch.Genera
         if source is not None and leaf in source.plain:
             placed.fill(parameter, _plain(source.checkpoint, source.plain[leaf], parameter))
         elif _LORA_A.search(name):
-            placed.fill(parameter, _kaiming(parameter, generator))
+            placed.fill(parameter, _kaiming(parameter, generator, share))
         elif _LORA_B.search(name):
             placed.fill(parameter, _zeros(parameter))
 
@@ -149,13 +164,14 @@ def _fill(path: str, module: nn.Module, placed: _Placed, generator: torch.Genera
 def _fill_experts(module: NVFP4Experts, source: Source, placed: _Placed) -> None:
     """All of a layer's packed tensors are cut alike along the experts, which are read once."""
     loaded: dict[range, Any] = {}
+    first = module.share.first if isinstance(module, ParallelExperts) else 0
 
     def read(rows: range, projection: str, part: str) -> Tensor:
         if not len(rows):
             whole = module.get_parameter(f"{projection}_{part}")
             return torch.empty((0, *whole.shape[1:]), dtype=whole.dtype)
         if rows not in loaded:
-            loaded[rows] = source.checkpoint.load_experts(source.path, rows)
+            loaded[rows] = source.checkpoint.load_experts(source.path, range(first + rows.start, first + rows.stop))
         experts = loaded[rows]
         if part == "bias":
             bias: Tensor = getattr(experts, f"{projection}_bias")
@@ -206,11 +222,13 @@ def _plain(checkpoint: Checkpoint, name: str, like: Tensor) -> Read:
     return lambda rows: checkpoint.load_stored(name, rows if like.dim() else None)
 
 
-def _kaiming(parameter: Tensor, generator: torch.Generator) -> Read:
-    """Uniform within 1 / sqrt(fan in), PEFT's start of A, drawn as a whole."""
-    bound = 1 / math.sqrt(parameter.shape[-1])
-    whole = torch.empty(parameter.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
-    return lambda rows: whole[rows.start : rows.stop]
+def _kaiming(parameter: Tensor, generator: torch.Generator, share: Any) -> Read:
+    """Uniform within 1 / sqrt(fan in), PEFT's start of A, drawn as a whole: of split experts, for all of them."""
+    bound, ranks = 1 / math.sqrt(parameter.shape[-1]), 1 if share is None else share.ranks
+    shape = (ranks * parameter.shape[0], *parameter.shape[1:])
+    whole = torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+    mine = whole if share is None else part_of(whole, share)
+    return lambda rows: mine[rows.start : rows.stop]
 
 
 def _zeros(parameter: Tensor) -> Read:
@@ -226,6 +244,8 @@ def _fill_buffers(model: nn.Module, device: torch.device) -> None:
             if not buffer.is_meta:
                 continue
             value = torch.empty_like(buffer, device=device)
+            if isinstance(module, ParallelExperts) and leaf == "lost":
+                value.zero_()
             if source is not None and leaf in source.plain:
                 value.copy_(_plain(source.checkpoint, source.plain[leaf], buffer)(range(len(buffer))))
                 value._is_hf_initialized = True  # type: ignore[attr-defined]
