@@ -129,8 +129,9 @@ def test_a_start_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, folder: Path
     assert not (folder / "refused").exists()
 
 
-def test_a_rank_that_dies_ends_the_others(folder: Path) -> None:
-    output = folder / "dies"
+@pytest.mark.parametrize("flag", ["--fsdp", "--ep"])
+def test_a_rank_that_dies_ends_the_others(folder: Path, flag: str) -> None:
+    output = folder / f"dies{flag}"
     command = [
         sys.executable,
         "-m",
@@ -144,7 +145,7 @@ def test_a_rank_that_dies_ends_the_others(folder: Path) -> None:
         "-m",
         "torch_nvfp4",
         "finetune",
-        "--fsdp",
+        flag,
         "2",
         "--model",
         str(folder / "base"),
@@ -170,7 +171,7 @@ def test_a_rank_that_dies_ends_the_others(folder: Path) -> None:
     assert launched.returncode != 0
     assert "another process of this run ended" in printed and "goes on from the last checkpoint" in printed, printed
     assert re.search(r"exitcode\s*: -9", printed), printed
-    assert printed.count("sharded over 2 of 2 processes") == 1, "rank 0 alone prints"
+    assert len(re.findall("(sharded|split) over 2 of 2 processes", printed)) == 1, "rank 0 alone prints"
 
 
 def _children(pid: int) -> list[int]:

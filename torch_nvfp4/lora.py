@@ -93,12 +93,7 @@ def add_lora(
     if adapted:
         raise ValueError(f"the model has adapters already, {adapted[0]} for one: call remove_adapters first")
     refuse_new(model)
-    chosen: dict[Site, str] = {}
-    for target in targets:
-        found = [site for site in sites if _matches(site, target)]
-        if not found:
-            raise ValueError(_nothing_matched(target, sites))
-        chosen |= {site: target for site in found if site not in chosen}
+    chosen = _choose(sites, targets)
     model.requires_grad_(False)
     counts: dict[str, int] = {}
     for site, target in chosen.items():
@@ -106,6 +101,22 @@ def add_lora(
         factors = attach(model, site, spec, dtype).factors or ()
         counts[target] = counts.get(target, 0) + sum(factor.numel() for factor in factors)
     return LoRASummary(sum(counts.values()), _count_values(model), counts)
+
+
+def chosen_sites(model: nn.Module, targets: Sequence[str]) -> list[Site]:
+    """What `add_lora` adapts for these targets, in the order in which it draws the factors."""
+    return list(_choose(list(iter_sites(model)), targets))
+
+
+def _choose(sites: Sequence[Site], targets: Sequence[str]) -> dict[Site, str]:
+    """Site -> the first target that names it; ValueError for a target that names none."""
+    chosen: dict[Site, str] = {}
+    for target in targets:
+        found = [site for site in sites if _matches(site, target)]
+        if not found:
+            raise ValueError(_nothing_matched(target, sites))
+        chosen |= {site: target for site in found if site not in chosen}
+    return chosen
 
 
 def _matches(site: Site, target: str) -> bool:

@@ -19,7 +19,7 @@ DEFAULT_TARGETS = ("experts", "q_proj", "k_proj", "v_proj", "o_proj")
 # shown, and how the step is executed. The model is compared by content instead, and so is what is trained on.
 _FILES = ("model", "text", "eval_text", "dataset", "eval_dataset", "chat_template", "output")
 _NOT_IN_FINGERPRINT = frozenset(
-    {*_FILES, "compile", "device", "eval_every", "save_every", "keep", "resume", "plot", "fsdp"}
+    {*_FILES, "compile", "device", "eval_every", "save_every", "keep", "resume", "plot", "fsdp", "ep"}
 )
 
 
@@ -87,6 +87,9 @@ class FinetuneConfig:
     device: str = _flag("auto", "Where to train: auto, cpu or cuda.")
     gradient_checkpointing: bool = _flag(False, "Recompute layers in backward: less memory, more time.")
     fsdp: int = _flag(0, "Shard the model over this many processes of torchrun (FSDP2); 0: one process has it whole.")
+    ep: int = _flag(
+        0, "Split the experts over this many processes of torchrun; with --fsdp over the product of both. 0: not split."
+    )
     eval_every: int = _flag(50, "Steps between evaluations; 0 evaluates only at the end.")
     save_every: int = _flag(50, "Steps between checkpoints; 0 saves only at the end.")
     keep: int = _flag(2, "Checkpoints to keep, newest first.")
@@ -105,7 +108,7 @@ class FinetuneConfig:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise FinetuneError(f"{flag(name)} is {value:g}: give a number above 0")
-        for name in ("warmup", "weight_decay", "clip", "fsdp", "eval_every", "save_every", "seed"):
+        for name in ("warmup", "weight_decay", "clip", "fsdp", "ep", "eval_every", "save_every", "seed"):
             if not getattr(self, name) >= 0:
                 raise FinetuneError(f"{flag(name)} is {getattr(self, name):g}: give 0 or more")
         if self.warmup >= self.steps:

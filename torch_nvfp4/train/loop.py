@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch_nvfp4 import hf, lora
 from torch_nvfp4._lora.sites import adapted_sites
 from torch_nvfp4._lora.stamp import packed_modules
+from torch_nvfp4.distributed import average_gradients, clip_gradients
 from torch_nvfp4.nn import NVFP4Experts, NVFP4Linear, set_numerics
 from torch_nvfp4.train import compilers, config_file, memory, report, state
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, Interrupted, one_line
@@ -27,7 +29,7 @@ from torch_nvfp4.train.plot import write_plot
 from torch_nvfp4.train.ranks import ALONE, Ranks, joined
 from torch_nvfp4.train.report import FinetuneResult
 from torch_nvfp4.train.schedule import learning_rate
-from torch_nvfp4.train.sharded import load_sharded
+from torch_nvfp4.train.sharded import check_experts, layout, load_sharded
 from torch_nvfp4.train.signals import StopRequest
 from torch_nvfp4.train.step import LossStep, mean_loss, targets_in
 
@@ -69,11 +71,21 @@ def finetune(config: FinetuneConfig, *, console: Console | None = None) -> Finet
     """
     config.validate()
     device, device_note = choose_device(config.device, inspect_machine())
-    with joined(config, device) as ranks:
+    with joined(config, device) as ranks, _symbolic_sizes(config):
         console = (console or Console()) if ranks.is_first else Console(quiet=True)
         run = _prepare(config, console, device, device_note, ranks)
         _train(run)
         return _finish(run)
+
+
+def _symbolic_sizes(config: FinetuneConfig) -> AbstractContextManager[None]:
+    """Where experts are split, how many tokens travel differs from step to step: one graph for all such sizes."""
+    if not config.ep or config.compile != "on":
+        return nullcontext()
+    import torch._dynamo.config as dynamo
+
+    patched: AbstractContextManager[None] = dynamo.patch(capture_scalar_outputs=True)
+    return patched
 
 
 def _prepare(config: FinetuneConfig, console: Console, device: str, device_note: str, ranks: Ranks) -> _Run:
@@ -85,6 +97,7 @@ def _prepare(config: FinetuneConfig, console: Console, device: str, device_note:
     for note in filter(None, (device_note, compile_note)):
         console.print(note, highlight=False)
     description, tokenizer = load_description(config)
+    check_experts(config, description)
     data = load_data(config, tokenizer, description.get_text_config().vocab_size)
     console.print(
         f"text: {len(data.train_WS):,} sequences of {config.seq_len} tokens to train on, "
@@ -140,11 +153,13 @@ def _prepare_sharded(
     if checkpoint:
         state.check_fingerprint(checkpoint, fingerprint)
     if data.packed:
-        model.unshard()  # the check reads the embeddings by themselves
+        if config.fsdp:
+            model.unshard()  # the check reads the embeddings by themselves
         check_separation(model, config.model, config.batch, device)
-        model.reshard()
-    plan = memory.shared(memory.plan(model, config, loaded.dense_bytes, device, compile), config.fsdp)
-    console.print(f"sharded over {config.fsdp} of {ranks.count} processes; of each of them:")
+        if config.fsdp:
+            model.reshard()
+    plan = memory.plan(model, config, loaded.dense_bytes, device, compile)
+    console.print(layout(config, ranks.count), highlight=False)
     report.print_plan(console, plan, config.optim, device)
     optimizer, progress = _optimizer(config, model), state.Progress()
     _check_merge_aware(config, model, packed_here=not loaded.was_packed, console=console)
@@ -155,7 +170,7 @@ def _prepare_sharded(
         console.print(f"held-out loss with packed experts: {progress.base_loss:.4f}")
     _set_merge_aware(config, model, state.step_of(checkpoint) if checkpoint else 0)
     if checkpoint:
-        progress = state.load_checkpoint(checkpoint, model, optimizer)
+        progress = state.load_checkpoint(checkpoint, model, optimizer, ranks)
         console.print(f"resumed from {checkpoint}: {progress.step} of {config.steps} steps are done", soft_wrap=True)
     if compile:
         for name in loaded.layers:
@@ -244,9 +259,13 @@ def _checkpoint_layers(model: Any) -> None:
 
 
 def _optimizer(config: FinetuneConfig, model: nn.Module) -> torch.optim.Optimizer:
-    parameters = list(state.trainable(model).values())
+    on_mesh: dict[Any, list[nn.Parameter]] = {}  # sharded experts and the rest are on two, and never one kernel's
+    for parameter in state.trainable(model).values():
+        on_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    parameters = [{"params": params} for params in on_mesh.values()]
     if config.optim == "sgd":
-        return torch.optim.SGD(parameters, lr=config.lr, momentum=0.9, weight_decay=config.weight_decay, fused=True)
+        way = {"foreach": True} if config.fsdp else {"fused": True}  # DTensor has no rule for the fused one
+        return torch.optim.SGD(parameters, lr=config.lr, momentum=0.9, weight_decay=config.weight_decay, **way)
     return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
 
 
@@ -319,12 +338,16 @@ def _optimizer_step(run: _Run) -> float:
         if isinstance(run.model, FSDPModule):
             run.model.set_requires_gradient_sync(micro == len(mine) - 1)
         loss = run.step(*(tensor.to(run.device) for tensor in batch)) / learnt
-        (loss * run.ranks.count).backward()  # the mean that FSDP2 takes over the ranks is then their sum
+        (loss * run.ranks.count).backward()  # the mean that is taken over the ranks is then their sum
         total += loss.item()
     (total,) = run.ranks.total(total)
     if not math.isfinite(total):
         raise FinetuneError(f"the loss is {total} at step {number + 1}: lower --lr, or raise --warmup")
-    if config.clip:
+    if run.ranks.splits_experts and not config.fsdp:
+        average_gradients(run.model, run.ranks.mesh)
+    if config.clip and run.ranks.splits_experts:
+        clip_gradients(run.model, config.clip)
+    elif config.clip:
         nn.utils.clip_grad_norm_(state.trainable(run.model).values(), config.clip)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(number, config.lr, config.warmup, config.steps)
@@ -348,7 +371,7 @@ def _finish(run: _Run) -> FinetuneResult:
         unmerged_loss = mean_loss(run.model, batches, run.device, ranks=run.ranks)
         set_numerics(run.model, merge_aware=True)
     progress.eval_losses.append((progress.step, final_loss))
-    lora.save_adapter(run.model, config.output, base_model_name_or_path=config.model)
+    state.save_adapter(config, run.model, config.output, run.ranks)
     plot_path = config.output / "loss.png" if config.plot else None
     if plot_path and run.ranks.is_first:
         write_plot(progress, plot_path)

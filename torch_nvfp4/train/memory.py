@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ _PROC = Path("/proc/self")
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors, each counted once."""
-    return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+    """Bytes of tensors, each counted once; of sharded ones this process's part."""
+    local = (getattr(t, "_local_tensor", t) for t in {id(t): t for t in tensors}.values())
+    return sum(t.numel() * t.element_size() for t in local)
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,20 @@ def dense_bytes(model: nn.Module) -> int:
     return nbytes(model.parameters()) - expert_bytes(model) + torch.bfloat16.itemsize * values
 
 
+def expansion(model: nn.Module, dense_bytes: int) -> float:
+    """How many bytes a packed byte of experts was before packing, in a model whose `dense_bytes` are known."""
+    packed = expert_bytes(model)
+    return (dense_bytes - nbytes(model.parameters()) + packed) / packed if packed else 1.0
+
+
+def unpacked_bytes(model: nn.Module, expansion: float) -> int:
+    """Bytes of all weights but adapters if experts were not packed; of a shared model this process's part."""
+    packed = expert_bytes(model)
+    return nbytes(model.parameters()) - nbytes(trainable(model).values()) + round((expansion - 1) * packed)
+
+
 def plan(model: Any, config: FinetuneConfig, dense_bytes: int, device: str, compile: bool) -> MemoryPlan:
-    """The plan for a quantised model with adapters; `dense_bytes`: the whole model before quantising."""
+    """The plan for a quantised model with adapters; `dense_bytes`: what this process has of it, before packing."""
     packed = expert_bytes(model)
     adapter = nbytes(trainable(model).values())
     other = nbytes(model.parameters()) - packed - adapter
@@ -99,12 +112,6 @@ def plan(model: Any, config: FinetuneConfig, dense_bytes: int, device: str, comp
         held=held_bytes(device),
         highest=peak_bytes(device),
     )
-
-
-def shared(plan: MemoryPlan, shards: int) -> MemoryPlan:
-    """A rank's part of a plan whose model is sharded; a layer's gathered weights come on top while it runs."""
-    parts = ("dense_experts", "packed_experts", "other", "adapter", "gradients", "moments")
-    return replace(plan, **{name: -(-getattr(plan, name) // shards) for name in parts})
 
 
 def held_bytes(device: str) -> int:

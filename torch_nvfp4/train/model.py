@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torch_nvfp4._lora.sharded import whole
+from torch_nvfp4.distributed import ParallelExperts
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, one_line
 
 _TOKENIZER_FILES = (
@@ -70,18 +73,35 @@ def load_model(config: FinetuneConfig, device: str) -> nn.Module:
 def weights_digest(model: nn.Module) -> str:
     """Fingerprint of the weights: names, shapes, dtypes and up to 256 values of each, evenly spread.
 
-    Without the adapters that may be on it. Of a sharded model all ranks must ask.
+    Without the adapters that may be on it. Of a model that several ranks share all must ask: it is that of the whole.
     """
     digest = hashlib.sha256()
+    shares = {id(p): m.share for m in model.modules() if isinstance(m, ParallelExperts) for p in m.parameters()}
     for path, parameter in model.named_parameters():
         if "lora_" in path:
             continue
-        name = path.replace(".base_layer.", ".")
-        flat = whole(parameter.detach()).flatten()
-        sample: Tensor = flat[:: max(1, flat.numel() // 256)].contiguous().cpu().view(torch.uint8)
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(sample.numpy().tobytes())
+        name, share = path.replace(".base_layer.", "."), shares.get(id(parameter))
+        shape = tuple(parameter.shape)
+        if share is not None:
+            shape = (shape[0] * share.ranks, *shape[1:])
+        digest.update(f"{name} {shape} {parameter.dtype}".encode())
+        digest.update(_sample(whole(parameter.detach()).flatten(), math.prod(shape), share).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _sample(flat: Tensor, count: int, share: Any) -> Tensor:
+    """The bytes of values evenly spread over `count`, of which `flat` holds all, or one rank's share."""
+    step = max(1, count // 256)
+    if share is None:
+        return flat[::step].contiguous().cpu().view(torch.uint8)
+    begin = share.rank * flat.numel()
+    first = -(-begin // step)  # of the values, the first that is here
+    mine = flat[first * step - begin :: step].contiguous().view(torch.uint8)
+    size = flat.element_size()
+    everyone = mine.new_zeros(-(-count // step) * size)
+    everyone[first * size : first * size + mine.numel()] = mine
+    dist.all_reduce(everyone, group=share.group)  # each byte from one rank
+    return everyone.cpu()
 
 
 def _check_folder(model: str) -> None:

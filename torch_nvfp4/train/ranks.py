@@ -1,4 +1,4 @@
-"""The processes of a run: one on its own, or those that torchrun started, which share the model by FSDP2."""
+"""The processes of a run: one on its own, or those that torchrun started, which share the model (FSDP2, experts)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `count`. `mesh`: replicas x shards; None for a run of one process, which asks nobody."""
+    """This process among `count`.
+
+    mesh: (replicas, shards) or (shards) of FSDP2; (dp, ep) where experts are split over ep, and FSDP2, if asked for,
+        shards over dp what a rank has of them. None for a run of one process, which asks nobody.
+    """
 
     rank: int = 0
     count: int = 1
@@ -30,6 +34,10 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def splits_experts(self) -> bool:
+        return self.mesh is not None and "ep" in self.mesh.mesh_dim_names
 
     def mine(self, items: Sequence[T]) -> Sequence[T]:
         """Every count-th item, from this rank's own on."""
@@ -80,12 +88,15 @@ ALONE = Ranks()
 def joined(config: FinetuneConfig, device: str) -> Iterator[Ranks]:
     """The ranks of this run; their process group lives as long as the block.
 
-    FinetuneError for a start that --fsdp does not fit, and where another rank ended or does not answer.
+    FinetuneError for a start that --fsdp and --ep do not fit, and where another rank ended or does not answer.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
-    if not config.fsdp:
+    if not (config.fsdp or config.ep):
         if count > 1:
-            raise FinetuneError(f"torchrun started {count} processes: give --fsdp {count}, which shards the model")
+            raise FinetuneError(
+                f"torchrun started {count} processes: give --fsdp {count}, which shards the model, or --ep {count}, "
+                "which splits its experts"
+            )
         yield ALONE
         return
     _check(config, count)
@@ -93,9 +104,7 @@ def joined(config: FinetuneConfig, device: str) -> Iterator[Ranks]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
     try:
-        shape = (count // config.fsdp, config.fsdp)
-        mesh = dist.device_mesh.init_device_mesh(device, shape, mesh_dim_names=("replicas", "shards"))
-        yield Ranks(dist.get_rank(), count, mesh if shape[0] > 1 else mesh["shards"])
+        yield Ranks(dist.get_rank(), count, _mesh(config, device, count))
     except RuntimeError as e:
         if isinstance(e, dist.DistError) or "gloo" in str(e):
             raise FinetuneError(
@@ -107,14 +116,28 @@ def joined(config: FinetuneConfig, device: str) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
+def _mesh(config: FinetuneConfig, device: str, count: int) -> Any:
+    make = dist.device_mesh.init_device_mesh
+    if config.ep:  # innermost: tokens travel between neighbours
+        return make(device, (count // config.ep, config.ep), mesh_dim_names=("dp", "ep"))
+    mesh = make(device, (count // config.fsdp, config.fsdp), mesh_dim_names=("replicas", "shards"))
+    return mesh if config.fsdp < count else mesh["shards"]
+
+
 def _check(config: FinetuneConfig, count: int) -> None:
+    flags = " ".join(f"{name} {n}" for name, n in (("--ep", config.ep), ("--fsdp", config.fsdp)) if n)
+    wanted = (config.ep or 1) * (config.fsdp or 1)
     if "WORLD_SIZE" not in os.environ:
+        needs = "needs its processes" if wanted == max(config.ep, config.fsdp) else f"needs {wanted} processes"
         raise FinetuneError(
-            f"--fsdp {config.fsdp} needs its processes: start it as "
-            f"torchrun --nproc-per-node {config.fsdp} -m torch_nvfp4 finetune ..."
+            f"{flags} {needs}: start it as torchrun --nproc-per-node {wanted} -m torch_nvfp4 finetune ..."
         )
-    if count % config.fsdp:
-        raise FinetuneError(f"--fsdp {config.fsdp} does not divide the {count} processes that torchrun started")
+    if config.ep and config.fsdp and count != wanted:
+        raise FinetuneError(
+            f"{flags} needs {config.ep} x {config.fsdp} = {wanted} processes, and torchrun started {count}"
+        )
+    if count % wanted:
+        raise FinetuneError(f"{flags} does not divide the {count} processes that torchrun started")
     if config.grad_accum % count:
         raise FinetuneError(
             f"--grad-accum {config.grad_accum} is no multiple of the {count} processes: a step's forward passes are "

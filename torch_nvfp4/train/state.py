@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from torch_nvfp4 import lora
 from torch_nvfp4._lora.sharded import copy_whole, whole
+from torch_nvfp4.distributed import whole_adapters
+from torch_nvfp4.distributed.adapters import expert_factors, gathered, part_of
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, one_line
 from torch_nvfp4.train.ranks import ALONE, Ranks
 
@@ -112,16 +116,16 @@ def save_checkpoint(
 ) -> Path:
     """Write `checkpoint-<step>`; a kill at any moment leaves it or the one before. Prune old ones.
 
-    All ranks gather what is sharded, the first writes: the files are those of a run of one process.
+    All ranks gather what is sharded or split, the first writes: the files are those of a run of one process.
     """
     output, name = config.output, f"checkpoint-{progress.step:08d}"
     partial, final = output / f".{name}.partial", output / name
-    tensors = _optimizer_tensors(model, optimizer) | _rng_tensors()
+    tensors = _optimizer_tensors(model, optimizer, keep=ranks.is_first) | _rng_tensors()
     if ranks.is_first:
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir()
-    lora.save_adapter(model, partial, base_model_name_or_path=config.model)
+    save_adapter(config, model, partial, ranks)
     if not ranks.is_first:
         ranks.wait()
         return final
@@ -142,7 +146,16 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+def save_adapter(config: FinetuneConfig, model: nn.Module, folder: Path, ranks: Ranks = ALONE) -> None:
+    """Write the whole adapter; every rank calls it."""
+    with _whole(model, ranks):
+        if ranks.is_first or not ranks.splits_experts:  # of a sharded model all must ask
+            lora.save_adapter(model, folder, base_model_name_or_path=config.model)
+
+
+def load_checkpoint(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE
+) -> Progress:
     """Put adapters, optimiser and RNG states back in place and return where the run stood.
 
     Raises FinetuneError if a file is damaged or does not fit the model.
@@ -150,7 +163,8 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
     state = _read_state(checkpoint)
     try:
         tensors = load_file(checkpoint / "training.safetensors")
-        lora.load_adapter(model, checkpoint)
+        with _whole(model, ranks):
+            lora.load_adapter(model, checkpoint)
         _restore_optimizer(model, optimizer, tensors)
         _restore_rng(tensors)
         return Progress(
@@ -185,23 +199,39 @@ def _damaged(checkpoint: Path, error: Exception) -> FinetuneError:
     )
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"optimizer/{name}/{key}": whole(value).cpu()
-        for name, parameter in trainable(model).items()
-        for key, value in optimizer.state[parameter].items()
-        if isinstance(value, Tensor)
-    }
+def _whole(model: nn.Module, ranks: Ranks) -> AbstractContextManager[None]:
+    """Within it the adapters of split experts are those of all experts."""
+    return whole_adapters(model) if ranks.splits_experts else nullcontext()
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Tensor]:
+    """All moments, whole, on the CPU; every rank asks, and those that do not `keep` them get none."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # parameters that a forward left gathered are not the optimiser's
+    shares = expert_factors(model)
+    tensors = {}
+    for name, parameter in trainable(model).items():
+        for key, value in optimizer.state[parameter].items():
+            if isinstance(value, Tensor):
+                everything = whole(value)
+                if name in shares and value.shape == parameter.shape:
+                    everything = gathered(everything, shares[name])
+                if keep:
+                    tensors[f"optimizer/{name}/{key}"] = everything.cpu()
+    return tensors
 
 
 def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    parameters = trainable(model)
-    index = {name: i for i, name in enumerate(parameters)}
-    state: dict[int, dict[str, Tensor]] = {i: {} for i in index.values()}
+    parameters, shares = trainable(model), expert_factors(model)
+    places = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    state: dict[int, dict[str, Tensor]] = {i: {} for i in places.values()}
     for key, value in tensors.items():
         if key.startswith("optimizer/"):
             _, name, what = key.split("/")
-            state[index[name]][what] = _like(value, parameters[name])
+            if name in shares and value.dim() == parameters[name].dim():
+                value = part_of(value, shares[name])
+            state[places[id(parameters[name])]][what] = _like(value, parameters[name])
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
