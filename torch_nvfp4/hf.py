@@ -56,7 +56,8 @@ def nvfp4_experts_forward(
 ALL_EXPERTS_FUNCTIONS.register("nvfp4", nvfp4_experts_forward)
 
 if importlib.util.find_spec("peft"):
-    from ._hf import peft_dispatch, peft_stamp
+    from ._hf import peft_dispatch, peft_stamp, peft_wrapped
 
     peft_dispatch.install()
     peft_stamp.install()
+    peft_wrapped.install()
