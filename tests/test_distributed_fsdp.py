@@ -135,6 +135,41 @@ def _bytes(policy: MixedPrecisionPolicy | None) -> None:
             assert torch.equal(whole(parameter.detach()), before[name]), name
 
 
+def _low_precision(architecture: str, policy: MixedPrecisionPolicy) -> None:
+    """One process whose floating parameters, and nothing else, are bf16: the same bits."""
+    found, handed_on, ids = [], [], of_rank(sequences())
+    for is_sharded in (True, False):
+        model = language_model("own", architecture)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:  # as they are stored, which bf16 would round
+                buffer.copy_(torch.linspace(-0.3, 0.3, buffer.numel()))
+        if is_sharded:
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            names = shard_layers(model, mp_policy=policy)
+            model.get_submodule(names[0]).register_forward_hook(lambda *args: handed_on.append(args[-1].dtype))
+        else:
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(policy.param_dtype)
+        output = model(input_ids=ids, labels=ids, use_cache=False)
+        output.loss.backward()
+        if is_sharded:
+            assert output.logits.dtype == (policy.output_dtype or policy.param_dtype)
+            assert handed_on == [policy.param_dtype]
+            assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+            assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+        found.append(output)
+    assert torch.equal(found[0].logits.float(), found[1].logits.float())
+    assert torch.equal(found[0].loss.float(), found[1].loss.float())
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(("output_dtype", "cast"), [(None, True), (torch.float32, False)])
+def test_low_precision(two: Ranks, architecture: str, output_dtype: torch.dtype | None, cast: bool) -> None:
+    """Biases [E, N] of gpt-oss are parameters, DeepSeek's correction bias is a buffer."""
+    two.run(_low_precision, architecture, MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype, cast))
+
+
 @pytest.mark.parametrize("low", [False, True])
 def test_packed_weights_are_gathered_as_bytes(four: Ranks, low: bool) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else None

@@ -1,6 +1,7 @@
 """FSDP2 on a packed model: `fully_shard` on each layer, then on the model, with what packed weights need."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +26,9 @@ def shard_layers(
         mesh: 1-D (shards), or 2-D (replicas, shards); None for all ranks of the default group.
         reshard_after_forward: free a layer's gathered weights after forward and gather them again in backward. They
             are 4-bit, so False costs little: a layer's codes and scales stay.
-        mp_policy: casts what is floating; codes, scales and global scales are integers and stay as they are.
+        mp_policy: casts parameters that are floating: adapters, biases, plain weights. Codes, scales and global scales
+            are integers and stay as they are, and so do buffers (a router's correction bias). Its `output_dtype` is the
+            model's, not that of what layers hand on.
 
     Layers are the modules of the classes that transformers does not split, else the elements of the outermost
     `ModuleList`s. ValueError for a model without packed modules, and for one without layers.
@@ -41,7 +44,7 @@ def shard_layers(
             layer,
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
-            mp_policy=mp_policy,
+            mp_policy=replace(mp_policy, output_dtype=None),
             offload_policy=offload_policy,
         )
     fully_shard(model, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
