@@ -42,9 +42,9 @@ def _same_as_one_process(adapters: str, architecture: str, options: dict[str, An
     return layers
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
 @pytest.mark.parametrize("adapters", ["own", "peft"])
-def test_gradients_are_those_of_one_process(four: Ranks, adapters: str, reshard_after_forward: bool) -> None:
+def test_gradients_are_those_of_one_process(four: Ranks, adapters: str, reshard_after_forward: bool | int) -> None:
     options = {"reshard_after_forward": reshard_after_forward}
     layers, *_ = four.run(_same_as_one_process, adapters, "qwen3_moe", options)
     prefix = "base_model.model.model" if adapters == "peft" else "model"

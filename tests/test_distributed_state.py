@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_nvfp4 import lora
 from torch_nvfp4.distributed import shard_layers
@@ -67,6 +68,32 @@ def test_adapters_of_a_sharded_model(four: Ranks, tmp_path: Path) -> None:
     randomize_adapters(model, std=1.0)
     lora.load_adapter(model, tmp_path)
     assert all(torch.equal(t, expected[name]) for name, t in lora.adapter_state_dict(model).items())
+
+
+def _after_a_forward(folder: str, reshard_after_forward: bool | int) -> None:
+    """What a forward leaves gathered, in low precision, is neither saved nor what an adapter is loaded into."""
+    one, model = language_model(), language_model()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    shard_layers(model, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    expected = lora.adapter_state_dict(one)
+    for round in range(2):
+        _logits(model)
+        found = lora.adapter_state_dict(model)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        if round == 0:
+            randomize_adapters(one, std=0.2)
+            lora.save_adapter(one, f"{folder}/{dist.get_rank()}")
+            expected = lora.adapter_state_dict(one)
+            _logits(model)
+            lora.load_adapter(model, f"{folder}/{dist.get_rank()}")
+    lora.export_adapter(model, f"{folder}/2d")
+    assert_same_model(model, one, grads=False)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [False, 2])
+def test_adapters_after_a_forward(four: Ranks, tmp_path: Path, reshard_after_forward: bool | int) -> None:
+    four.run(_after_a_forward, str(tmp_path), reshard_after_forward)
 
 
 def _trainer(model: nn.Module) -> torch.optim.Optimizer:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ._lora import files, peft, per_expert
 from ._lora.read import read_for
-from ._lora.sharded import copy_whole, is_sharded, refuse_new, writes
+from ._lora.sharded import copy_whole, is_sharded, refuse_new, to_shards, writes
 from ._lora.sites import (
     LoRALinear,
     LoRASpec,
@@ -224,6 +224,7 @@ def load_adapter(
     this library does not do. Warns where the adapter was trained merge-aware and the model is not
     (`torch_nvfp4.nn.set_numerics`).
     """
+    to_shards(model)
     found = read_for(Path(directory), list(iter_sites(model)), lora_b_layout)
     _check_same_adapters(model, found.specs)
     values, adapted = found.values(), [site.module for site in found.specs]

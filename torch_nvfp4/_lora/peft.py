@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from .sharded import whole
+from .sharded import to_shards, whole
 from .sites import LoRASpec, Site, adapted_sites, clean_path, iter_sites, stock_layout_of
 
 KEY_PREFIX = "base_model.model."
@@ -297,6 +297,7 @@ def config_from_json(data: Mapping[str, Any], lora_b_layout: BLayout | None = No
 
 def state_dict_of(model: nn.Module) -> dict[str, Tensor]:
     """All adapters of the model under PEFT's keys, in PEFT's layout."""
+    to_shards(model)
     sites = adapted_sites(model)
     state: dict[str, Tensor] = {}
     for site, (key_a, key_b) in keys_of(sites).items():

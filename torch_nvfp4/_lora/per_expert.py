@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from . import stacked
 from .peft import KEY_PREFIX, TAKEN_FOR_EXPERTS, PeftConfig, is_interleaved, keys_of
-from .sharded import whole
+from .sharded import to_shards, whole
 from .sites import LoRASpec, Site, adapted_sites
 from .strict import check_keys, check_tensor
 
@@ -25,6 +25,7 @@ _NAMES = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3"), "down_
 
 def per_expert_state(model: nn.Module) -> dict[str, Tensor]:
     """All adapters of the model; ValueError for experts whose dense rows interleave gate and up (gpt-oss)."""
+    to_shards(model)
     state: dict[str, Tensor] = {}
     with torch.no_grad():
         for site in adapted_sites(model):

@@ -24,6 +24,14 @@ def refuse_new(model: nn.Module) -> None:
         raise ValueError("the model is sharded (fully_shard): put the adapters on it before that")
 
 
+def to_shards(model: nn.Module) -> None:
+    """Put the shards back that train, where FSDP2 left what a forward gathered: a copy, maybe in a lower precision."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a DTensor, for which all its ranks must ask; any other tensor as it is."""
     full: Any = getattr(tensor, "full_tensor", None)

@@ -14,7 +14,7 @@ def shard_layers(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
 ) -> list[str]:
@@ -25,7 +25,8 @@ def shard_layers(
     Args:
         mesh: 1-D (shards), or 2-D (replicas, shards); None for all ranks of the default group.
         reshard_after_forward: free a layer's gathered weights after forward and gather them again in backward. They
-            are 4-bit, so False costs little: a layer's codes and scales stay.
+            are 4-bit, so False costs little: a layer's codes and scales stay. A number that divides the ranks: keep
+            them over so many (a node's), from which backward gathers.
         mp_policy: casts parameters that are floating: adapters, biases, plain weights. Codes, scales and global scales
             are integers and stay as they are, and so do buffers (a router's correction bias). Its `output_dtype` is the
             model's, not that of what layers hand on.
