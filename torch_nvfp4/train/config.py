@@ -88,7 +88,7 @@ class FinetuneConfig:
     gradient_checkpointing: bool = _flag(False, "Recompute layers in backward: less memory, more time.")
     fsdp: int = _flag(0, "Shard the model over this many processes of torchrun (FSDP2); 0: one process has it whole.")
     ep: int = _flag(
-        0, "Split the experts over this many processes of torchrun; with --fsdp over the product of both. 0: not split."
+        0, "Split the experts over this many processes of torchrun, each part sharded by --fsdp if given; 0: no."
     )
     eval_every: int = _flag(50, "Steps between evaluations; 0 evaluates only at the end.")
     save_every: int = _flag(50, "Steps between checkpoints; 0 saves only at the end.")
