@@ -51,9 +51,10 @@ def test_gradients_are_those_of_one_process(four: Ranks, adapters: str, reshard_
     assert layers == [f"{prefix}.layers.0", f"{prefix}.layers.1"]
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3"])
-def test_biases_and_buffers(four: Ranks, architecture: str) -> None:
-    four.run(_same_as_one_process, "own", architecture, {})
+@pytest.mark.parametrize(("architecture", "offload"), [("gpt_oss", True), ("deepseek_v3", False)])
+def test_biases_and_buffers(four: Ranks, architecture: str, offload: bool) -> None:
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    four.run(_same_as_one_process, "own", architecture, options)
 
 
 def _steps(num_experts: int, counts: list[int], mesh_shape: tuple[int, ...], offload: bool) -> None:

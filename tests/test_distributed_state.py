@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_nvfp4 import lora
+from torch_nvfp4._lora.sharded import whole
 from torch_nvfp4.distributed import shard_layers
 
 TARGETS = ("experts", "q_proj", "o_proj")
@@ -94,6 +96,25 @@ def _after_a_forward(folder: str, reshard_after_forward: bool | int) -> None:
 @pytest.mark.parametrize("reshard_after_forward", [False, 2])
 def test_adapters_after_a_forward(four: Ranks, tmp_path: Path, reshard_after_forward: bool | int) -> None:
     four.run(_after_a_forward, str(tmp_path), reshard_after_forward)
+
+
+class _Offloaded:
+    """A DTensor that FSDP2 keeps on the CPU, of a mesh of GPUs, whose group cannot gather it there."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device, self.device_mesh = torch.device(device), SimpleNamespace(device_type="meta")  # stands for "cuda"
+
+    def to(self, device: Any) -> Any:
+        return _Offloaded(str(device))
+
+    def full_tensor(self) -> torch.Tensor:
+        assert self.device.type == "meta"
+        return torch.ones(2)
+
+
+def test_adapters_that_are_offloaded_are_gathered_where_the_mesh_is() -> None:
+    offloaded: Any = _Offloaded()
+    assert torch.equal(whole(offloaded), torch.ones(2)) and whole(offloaded).device.type == "cpu"
 
 
 def _trainer(model: nn.Module) -> torch.optim.Optimizer:

@@ -34,8 +34,14 @@ def to_shards(model: nn.Module) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a DTensor, for which all its ranks must ask; any other tensor as it is."""
-    full: Any = getattr(tensor, "full_tensor", None)
-    return tensor if full is None else full()
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    sharded: Any = tensor
+    device = sharded.device_mesh.device_type
+    if sharded.device.type != device:  # FSDP2's CPU offload: collectives are the GPUs'
+        sharded = sharded.to(device)
+    everything: Tensor = sharded.full_tensor()
+    return everything.to(tensor.device)
 
 
 def copy_whole(target: Tensor, value: Tensor) -> None:
