@@ -33,6 +33,7 @@ def grouped_lora_linear(
     x: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
     *, scaling: float = 1.0, top_k: int = 1, compute: str = "w4a16", merge_aware: bool = False,
+    input_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `ops.cpu`. Two launches: rows gathered and shrunk to u, then the product with everything else in it.
 
@@ -48,7 +49,7 @@ def grouped_lora_linear(
     four_bits = compute == "w4a4"
     path = _path(x, m, weight, packed=merging is not None, four_bits=four_bits)
     if four_bits:
-        operand = _four_bit_rows(x, rows, offsets, lora_a, u, scaling, top_k, path)
+        operand = _four_bit_rows(x, rows, offsets, lora_a, u, scaling, top_k, path, input_scale)
     else:
         operand = Rows(x.new_empty(m, row_width(weight.sizes[2], path)))
         _shrink(x, rows, offsets, lora_a, u, operand, scaling, top_k, by_rank=True, order=ORDER[path])
@@ -57,10 +58,10 @@ def grouped_lora_linear(
 
 def _four_bit_rows(
     x: Tensor, rows: Tensor | None, offsets: Tensor, lora_a: Tensor | None, u: Tensor, scaling: float, top_k: int,
-    path: "Path",
+    path: "Path", input_scale: Tensor | None,
 ) -> Rows:  # fmt: skip
     """x in 4 bits as the product of `path` reads it, and u. Values are gathered by the shrink, packed rows later."""
-    tokens = quantize_rows(x, row_width(x.shape[1], path), ORDER.get(path))
+    tokens = quantize_rows(x, row_width(x.shape[1], path), ORDER.get(path), input_scale)
     if rows is None or path is Path.BLOCK_SCALED:
         _shrink(x, rows, offsets, lora_a, u, None, scaling, top_k, by_rank=True)
         return tokens._replace(slots=rows, top_k=top_k)
@@ -75,7 +76,7 @@ def glu_grouped_lora_linear(
     codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
     *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None, compute: str = "w4a16",
-    merge_aware: bool = False,
+    merge_aware: bool = False, input_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `ops.cpu`. Three launches: activation × router weight, shrink to u, the product.
 
@@ -95,7 +96,7 @@ def glu_grouped_lora_linear(
     if four_bits:
         operand, h = quantize_activation(
             pre, slot_weights, rows, offsets, width, h_width, ORDER.get(path), activation, limit,
-            need_h=lora_a is not None,
+            input_scale, need_h=lora_a is not None,
         )  # fmt: skip
         h_order = shrink.PLAIN.value
     else:

@@ -21,7 +21,7 @@ from .templates import OUTPUT, TRITON_NAMES, Grid, Launch, Variant
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-_PLAIN = {"compute": "w4a16", "merge_aware": False}
+_PLAIN = {"compute": "w4a16", "merge_aware": False, "input_scale": None}
 """What the templates compute; anything else is the eager kernel's."""
 
 

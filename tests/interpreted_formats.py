@@ -99,10 +99,10 @@ def in_order(x: Tensor, width: int, order: int) -> Tensor:
     return x
 
 
-def check_rows(x: Tensor) -> None:
+def check_rows(x: Tensor, input_scale: Tensor | None = None) -> None:
     """4-bit rows: packed, and as values in every column order."""
-    wanted = quantize_rows(x)
-    got = rows.quantize_rows(x, 0, None)
+    wanted = quantize_rows(x, input_scale)
+    got = rows.quantize_rows(x, 0, None, input_scale)
     assert got.block_scales is not None and got.scale is not None
     assert torch.equal(got.values, wanted[0]) and torch.equal(got.block_scales, wanted[1].view(torch.uint8))
     assert same_values(got.scale, wanted[2])
@@ -110,19 +110,24 @@ def check_rows(x: Tensor) -> None:
     values = formats.dequantize(wanted[0], wanted[1], ones, x.dtype)
     width = -(-x.shape[1] // 128) * 128
     for order in (shrink.PLAIN.value, shrink.SPLIT.value, shrink.FRAGMENT.value):
-        got = rows.quantize_rows(x, width, order)
+        got = rows.quantize_rows(x, width, order, input_scale)
         assert got.scale is not None and same_values(got.scale, wanted[2])
         assert same_values(got.values, in_order(values, width, order)), order
 
 
+INPUT_SCALES = (1e-3, 3e-7, 0.37, 1.0, 1e4, 2.0**-149, 1e-38, 3e38)
+"""Of activations: all saturates, some does, nothing does, all of it underflows."""
+
+
 def check_drawn_rows(dtype: torch.dtype) -> None:
     @settings(max_examples=25)
-    @given(inputs(dtype, "nvfp4"))
-    @example((torch.randn(19, 304).to(dtype), None))
-    def run(drawn: tuple[Tensor, Tensor | None]) -> None:
+    @given(inputs(dtype, "nvfp4"), st.sampled_from(INPUT_SCALES).map(torch.tensor))
+    @example((torch.randn(19, 304).to(dtype), None), torch.tensor(0.0005))
+    def run(drawn: tuple[Tensor, Tensor | None], calibrated: Tensor) -> None:
         x = drawn[0]
         if x.numel():
             check_rows(x.flatten(0, -2))
+            check_rows(x.flatten(0, -2), calibrated)
 
     run()
 
@@ -139,6 +144,11 @@ def check_activation_rows() -> None:
         codes, scales, scale = quantize_rows(h)
         assert torch.equal(got.values, codes) and torch.equal(got.block_scales, scales.view(torch.uint8))
         assert torch.equal(got.scale, scale)
+        calibrated = torch.tensor(0.0002)
+        codes_c, scales_c, _ = quantize_rows(h, calibrated)
+        got, _ = rows.quantize_activation(*args, calibrated, need_h=False)
+        assert got.block_scales is not None and torch.equal(got.scale, calibrated.expand(m))
+        assert torch.equal(got.values, codes_c) and torch.equal(got.block_scales, scales_c.view(torch.uint8))
         weights = torch.randn(m)
         weighted, none = rows.quantize_activation(args[0], weights, *args[2:], need_h=False)
         assert none is None and torch.equal(weighted.values, codes)

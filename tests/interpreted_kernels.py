@@ -121,9 +121,14 @@ def check_route() -> None:
             assert torch.equal(got, wanted), (name, t, k, e, pattern)
 
 
-def check_layer(merge_aware: bool = False, compute: str = "w4a16", **sizes: object) -> None:
+def check_layer(
+    merge_aware: bool = False, compute: str = "w4a16", input_scale: float | None = None, **sizes: object
+) -> None:  # fmt: skip
     """Every grouped op of one layer, forward and backward, on the same inputs."""
+    numbers: dict[str, Any]
     backward, numbers = {"merge_aware": merge_aware}, {"merge_aware": merge_aware, "compute": compute}
+    if input_scale is not None:
+        numbers["input_scale"] = torch.tensor(input_scale)
     layer = make_layer(**sizes)
     options = {k: layer.options[k] for k in ("activation", "limit")}
     dtype, top_k = layer.x.dtype, layer.topk_ids.shape[1]
@@ -202,6 +207,9 @@ LAYERS: dict[str, dict[str, Any]] = {
     ),
     "w4a4, no tokens": dict(dtype=BF16, t=0, compute="w4a4"),
     "w4a4, nothing routed": dict(dtype=BF16, pattern="none", compute="w4a4"),
+    "w4a4 calibrated": dict(
+        dtype=BF16, bias=True, pattern="sentinel", h=48, i=80, t=40, compute="w4a4", input_scale=0.0005
+    ),
     "w4a4 merge-aware": dict(dtype=BF16, bias=True, pattern="minus_one", t=40, compute="w4a4", merge_aware=True),
 }
 

@@ -185,6 +185,11 @@ def _merge_lora(case: Case) -> list[Sample]:
 NUMBERS = {"compute": "w4a4", "merge_aware": True}
 
 
+def _input_scale() -> Tensor:
+    """Of 4-bit activations, so small that some of these samples' saturate."""
+    return torch.tensor(0.0005)
+
+
 def _moe_route(case: Case) -> list[Sample]:
     return [Sample("moe_route", "ids", {"topk_ids": case.layer().topk_ids, "num_experts": E}, (), ("topk_ids",))]
 
@@ -200,6 +205,9 @@ def _grouped_lora_linear(case: Case) -> list[Sample]:
                ("x", "lora_a", "lora_b", "bias"), ("x", "rows")),
         Sample("grouped_lora_linear", "in_order", plain, ("x",), ("x",)),
         Sample("grouped_lora_linear", "merged_w4a4", {**gathered, "scaling": 2.0, "top_k": K, **NUMBERS},
+               ("x", "lora_a", "lora_b", "bias"), ("x", "rows")),
+        Sample("grouped_lora_linear", "calibrated",
+               {**gathered, "scaling": 2.0, "top_k": K, "compute": "w4a4", "input_scale": _input_scale()},
                ("x", "lora_a", "lora_b", "bias"), ("x", "rows")),
     ]  # fmt: skip
 
@@ -241,6 +249,7 @@ def _glu_grouped_lora_linear(case: Case) -> list[Sample]:
         ("swiglu_oai", "swiglu_oai", 0.7, True, {}),
         ("relu2", "relu2", None, False, {}),
         ("merged_w4a4", "silu", None, True, NUMBERS),
+        ("calibrated", "silu", None, True, {"compute": "w4a4", "input_scale": _input_scale()}),
     ):
         layer = case.layer(bias=bias)
         arguments = {
@@ -286,10 +295,14 @@ def _moe_lora(case: Case) -> list[Sample]:
         "swiglu_oai": dict(activation="swiglu_oai", limit=0.7, bias=True, dtype=torch.bfloat16),
         "relu2_mxfp4": dict(activation="relu2", fmt="mxfp4", h=64, ranks=(None, 5)),
         "merged_w4a4": {},
+        "calibrated": {},
     }.items():
         layer = case.layer(**options)
         arguments = {k: v for k, v in (layer.tensors | layer.options).items() if v is not None}
         arguments |= NUMBERS if name == "merged_w4a4" else {}
+        if name == "calibrated":
+            scales = {f"{projection}_input_scale": _input_scale() for projection in ("gate_up", "down")}
+            arguments |= {"compute": "w4a4", **scales}
         token_side = ("x", "topk_ids", "topk_weights")
         samples.append(Sample("moe_lora", name, arguments, tuple(layer.differentiable), token_side))
     return samples

@@ -240,9 +240,10 @@ def test_row_kernels_compile_and_fit(name: str, arch: int) -> None:
 
 
 ROWS = dict(
-    slot_weights=None, slots=None, offsets=None, h=None, WIDTH=2048, OUT_WIDTH=2048, ROWS=configs.GLU_ROWS,
+    slot_weights=None, slots=None, offsets=None, input_scale=None, h=None, WIDTH=2048, OUT_WIDTH=2048, ROWS=configs.GLU_ROWS,
     COLUMNS=configs.GLU_COLUMNS, ORDER=2, ACTIVATION=None, LIMIT=None, DTYPE=tl.bfloat16,
 )  # fmt: skip
+CALIBRATED = {name: value for name, value in ROWS.items() if name != "input_scale"}
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
@@ -267,6 +268,7 @@ def _format_kernels(block: int) -> dict[str, tuple[Any, dict[str, Any]]]:
         ),
         "rows": (rows.quantize_rows, ROWS | dict(codes=None, scales=None)),
         "packed rows": (rows.quantize_rows, ROWS | dict(out=None, ORDER=None)),
+        "calibrated rows": (rows.quantize_rows, CALIBRATED | dict(codes=None, scales=None)),
         "partial_amax": (quantize.partial_amax, dict(SIZE=pack.ELEMENTS)),
         "computed_scale": (quantize.computed_scale, dict(SIZE=pack.AMAX_PROGRAMS)),
     }

@@ -66,6 +66,9 @@ LAYER_CASES: dict[str, Change] = {
     "limit without a clamp": with_option(activation="gelu", limit=1.0),
     "limit of 0": with_option(limit=0.0),
     "compute": with_option(compute="w4a8"),
+    "input scale of 16-bit activations": with_option(down_input_scale=torch.tensor(0.1)),
+    "input scale [1]": with_option(compute="w4a4", down_input_scale=torch.ones(1)),
+    "input scale of doubles": with_option(compute="w4a4", down_input_scale=torch.tensor(0.1, dtype=torch.float64)),
     "relu2 with a gated weight": with_option(activation="relu2"),
 }
 
@@ -171,6 +174,12 @@ limit of 0
   ValueError: moe_lora: limit must be positive, got 0.0
 compute
   ValueError: moe_lora: compute must be one of w4a16, w4a4, got 'w4a8'
+input scale of 16-bit activations
+  ValueError: moe_lora: down_input_scale is that of 4-bit activations (compute 'w4a4'), got compute 'w4a16'
+input scale [1]
+  ValueError: moe_lora: down_input_scale must be [], got [1]
+input scale of doubles
+  TypeError: moe_lora: down_input_scale must be float32, got float64
 relu2 with a gated weight
   ValueError: moe_lora: down_codes has I = 16, but gate_up_codes has I = 32 (down_codes must be [E, H, I/2], got [5, 32, 8])
 """,

@@ -76,14 +76,48 @@ def _lora_factors(
     return a, torch.zeros(experts, n, r, dtype=dtype, device=device)
 
 
+def _input_scale(value: Tensor | float) -> Tensor:
+    """One positive number as the int32 of its fp32 bits, 0-d."""
+    scale = torch.as_tensor(value).detach().to("cpu", torch.float32)
+    if scale.numel() != 1 or not bool(scale.isfinite() & (scale > 0)):
+        raise ValueError(f"an input scale must be one finite, positive number, got {value}")
+    return scale.reshape(()).clone().view(torch.int32)
+
+
 class _Numerics:
     """With what operands a packed module computes; see `set_numerics`."""
 
     compute: str = "w4a16"
     merge_aware: bool = False
+    _products: tuple[str, ...]
+    """What the names of each product's tensors begin with."""
+
+    def _init_input_scales(self) -> None:
+        for product in self._products:
+            self.register_buffer(f"{product}input_scale", None, persistent=False)  # type: ignore[attr-defined]
+
+    def set_input_scales(self, *scales: Tensor | float | None) -> None:
+        """The scale of each product's 4-bit activations (gate_up, down); None: each row's own. Used by "w4a4" alone.
+
+        A multiplier, amax / 2688 of the activations that calibration saw; one value. ValueError where it is not finite
+        and positive in fp32. Buffers of the module, which a state_dict does not hold.
+        """
+        if len(scales) != len(self._products):
+            raise ValueError(f"{len(self._products)} input scales are needed, got {len(scales)}")
+        made = [None if scale is None else _input_scale(scale) for scale in scales]
+        for product, scale in zip(self._products, made, strict=True):
+            codes: Tensor = getattr(self, f"{product}codes" if product else "weight_codes")
+            setattr(self, f"{product}input_scale", None if scale is None else scale.to(codes.device))
+
+    def _input_scales(self) -> list[Tensor | None]:
+        """As the ops take them: none unless activations are 4-bit."""
+        scales: list[Tensor | None] = [getattr(self, f"{product}input_scale") for product in self._products]
+        return [None if scale is None or self.compute != "w4a4" else scale.view(torch.float32) for scale in scales]
 
     def _numerics_repr(self) -> str:
+        calibrated = any(scale is not None for scale in self._input_scales())
         return "".join(f", {word}" for word, on in ((self.compute, self.compute != "w4a16"),
+                                                    ("calibrated", calibrated),
                                                     ("merge-aware", self.merge_aware)) if on)  # fmt: skip
 
 
@@ -129,6 +163,8 @@ class NVFP4Experts(_Numerics, nn.Module):
     A new module holds zeros; `from_dense` or `load_state_dict` fills it.
     """
 
+    _products = ("gate_up_", "down_")
+
     def __init__(
         self,
         num_experts: int,
@@ -169,6 +205,7 @@ class NVFP4Experts(_Numerics, nn.Module):
             self.register_parameter(f"{projection}_lora_a", None)
             self.register_parameter(f"{projection}_lora_b", None)
         self.gate_up_scaling = self.down_scaling = 1.0
+        self._init_input_scales()
 
     @classmethod
     def from_dense(
@@ -254,11 +291,13 @@ class NVFP4Experts(_Numerics, nn.Module):
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, lora: Mapping[ProjectionName, LoRAFactors] | None
     ) -> Tensor:
         gate_up, down = (self._factors(p) if lora is None else lora.get(p, _NO_LORA) for p in PROJECTIONS)
+        gate_up_input_scale, down_input_scale = self._input_scales()
         return torch.ops.nvfp4.moe_lora(
             x, topk_ids, topk_weights, *self.packed("gate_up"), *self.packed("down"),
             gate_up[0], gate_up[1], down[0], down[1], self.gate_up_bias, self.down_bias,
             gate_up_scaling=gate_up[2], down_scaling=down[2], activation=self.activation, limit=self.limit,
             compute=self.compute, merge_aware=self.merge_aware,
+            gate_up_input_scale=gate_up_input_scale, down_input_scale=down_input_scale,
         )  # fmt: skip
 
     def _factors(self, projection: ProjectionName) -> tuple[Tensor | None, Tensor | None, float]:
@@ -333,6 +372,7 @@ class NVFP4Linear(_Numerics, nn.Module):
     `bias [N]` (frozen) or None; after `add_lora`: `lora_a [R, C]`, `lora_b [N, R]`, float `scaling`.
     """
 
+    _products = ("",)
     bias: nn.Parameter | None
     lora_a: nn.Parameter | None
     lora_b: nn.Parameter | None
@@ -362,6 +402,7 @@ class NVFP4Linear(_Numerics, nn.Module):
         self.register_parameter("bias", _frozen(torch.zeros(out_features, device=device)) if bias else None)
         self.register_parameter("lora_a", None)
         self.register_parameter("lora_b", None)
+        self._init_input_scales()
 
     @classmethod
     def from_dense(cls, linear: nn.Linear, format: str = "nvfp4") -> "NVFP4Linear":
@@ -378,9 +419,11 @@ class NVFP4Linear(_Numerics, nn.Module):
         rows = x.reshape(-1, self.in_features)
         offsets = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
         one_expert = (None if t is None else t.unsqueeze(0) for t in (*self.packed(), a, b, self.bias))
+        (input_scale,) = self._input_scales()
         y, _ = torch.ops.nvfp4.grouped_lora_linear(
-            rows, None, offsets, *one_expert, scaling=scaling, compute=self.compute, merge_aware=self.merge_aware
-        )
+            rows, None, offsets, *one_expert, scaling=scaling, compute=self.compute, merge_aware=self.merge_aware,
+            input_scale=input_scale,
+        )  # fmt: skip
         return y.view(*x.shape[:-1], self.out_features)
 
     def add_lora(self, r: int, *, scaling: float, dtype: torch.dtype = torch.float32) -> None:

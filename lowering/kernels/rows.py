@@ -1,4 +1,4 @@
-"""Rows in NVFP4, each on an fp32 scale of its own: to the bit what `torch_nvfp4.ops.rows` gives. See `quantize.py`."""
+"""Rows in NVFP4, on an fp32 scale each or on one for all: as `torch_nvfp4.ops.rows` to the bit. See `quantize.py`."""
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ def _tile(x_rows, columns, mask, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, 
 
 @triton.jit
 def quantize_rows(
-    x, x_stride, slot_weights, slots, offsets, row_scale, out, codes, scales, h, M,
+    x, x_stride, slot_weights, slots, offsets, input_scale, row_scale, out, codes, scales, h, M,
     E, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ORDER: tl.constexpr,
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -28,19 +28,23 @@ def quantize_rows(
 
     out: code · block scale as DTYPE, exact, in column order ORDER, zero-padded; without it `codes` `[M, WIDTH / 2]` and
     `scales` `[M, WIDTH / 16]`. With slot weights the row scale is weighted, and h, where given, gets the unquantised
-    act(x) · weight. A row is read twice, the second time out of a cache. Launch without fused multiply-adds.
+    act(x) · weight. input_scale is the scale of all rows; without one a row is read twice, the second time out of a
+    cache. Launch without fused multiply-adds.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < (M if offsets is None else tl.load(offsets + E - 1))
     row64 = rows.to(tl.int64)
     x_rows = x + row64[:, None] * x_stride
-    largest = tl.zeros((ROWS, COLUMNS), tl.int32)
-    for column in range(0, WIDTH, COLUMNS):
-        columns = column + tl.arange(0, COLUMNS)
-        mask = inside[:, None] & (columns < WIDTH)[None, :]
-        bits = magnitude_bits(_tile(x_rows, columns, mask, WIDTH, ACTIVATION, LIMIT).to(DTYPE))
-        largest = tl.maximum(largest, tl.where(bits < 0x7F800000, bits, 0))
-    scale = amax_scale(tl.max(largest, 1).to(tl.float32, bitcast=True))
+    if input_scale is None:
+        largest = tl.zeros((ROWS, COLUMNS), tl.int32)
+        for column in range(0, WIDTH, COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            mask = inside[:, None] & (columns < WIDTH)[None, :]
+            bits = magnitude_bits(_tile(x_rows, columns, mask, WIDTH, ACTIVATION, LIMIT).to(DTYPE))
+            largest = tl.maximum(largest, tl.where(bits < 0x7F800000, bits, 0))
+        scale = amax_scale(tl.max(largest, 1).to(tl.float32, bitcast=True))
+    else:
+        scale = tl.broadcast_to(tl.load(input_scale), (ROWS,))
 
     weighted = scale
     router = scale

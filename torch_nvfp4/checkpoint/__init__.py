@@ -5,6 +5,7 @@ for path in checkpoint.experts:
     experts = checkpoint.load_experts(path)
 """
 
+from .activations import use_input_scales
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import convert_folder
 from .entries import ExpertsEntry, Fp8Entry, LinearEntry, PackedExperts, PackedWeight
@@ -27,4 +28,5 @@ __all__ = [
     "open_checkpoint",
     "quantize_folder",
     "save_packed",
+    "use_input_scales",
 ]

@@ -192,11 +192,12 @@ class _GroupedLoraLinear(FirstOrderFunction):
     @staticmethod
     def forward(ctx: Any, scaling: float, options: dict[str, Any], x: Tensor, rows: Tensor | None, offsets: Tensor,
                 codes: Tensor, scales: Tensor, global_scale: Tensor, lora_a: Tensor | None, lora_b: Tensor | None,
-                bias: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                bias: Tensor | None, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         y, u = _below_autograd("grouped_lora_linear")(
-            x, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias, scaling=scaling, **options
-        )
-        _, _, need_x, *_, need_a, need_b, need_bias = ctx.needs_input_grad
+            x, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias,
+            scaling=scaling, **options, input_scale=input_scale,
+        )  # fmt: skip
+        _, _, need_x, *_, need_a, need_b, need_bias, _ = ctx.needs_input_grad
         ctx.needs = Needs(need_x, need_a, need_b, need_bias)
         ctx.options = scaling, options
         through = ctx.needs.input or ctx.needs.lora_a
@@ -211,7 +212,7 @@ class _GroupedLoraLinear(FirstOrderFunction):
     @staticmethod
     def backward(ctx: Any, gy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if gy is None:
-            return (None,) * 11
+            return (None,) * 12
         (scaling, options), needs = ctx.options, ctx.needs
         top_k = options["top_k"]
         x, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias, u = ctx.saved_tensors
@@ -223,7 +224,7 @@ class _GroupedLoraLinear(FirstOrderFunction):
             return gx, g.lora_a, g.lora_b, g.bias
 
         gx, ga, gb, gbias = FirstOrderFunction.grads(compute, "grouped_lora_linear")
-        return None, None, gx, None, None, None, None, None, ga, gb, gbias
+        return None, None, gx, None, None, None, None, None, ga, gb, gbias, None
 
 
 def _to_tokens(gx_M: Tensor, rows: Tensor | None, offsets: Tensor, top_k: int) -> Tensor:
@@ -239,12 +240,12 @@ class _GluGroupedLoraLinear(FirstOrderFunction):
     def forward(ctx: Any, scaling: float, activation: dict[str, Any], numbers: dict[str, Any], pre: Tensor,
                 topk_weights: Tensor, rows: Tensor, offsets: Tensor, codes: Tensor, scales: Tensor,
                 global_scale: Tensor, lora_a: Tensor | None, lora_b: Tensor | None,
-                bias: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                bias: Tensor | None, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         y, u = _below_autograd("glu_grouped_lora_linear")(
             pre, topk_weights, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias,
-            scaling=scaling, **activation, **numbers,
+            scaling=scaling, **activation, **numbers, input_scale=input_scale,
         )  # fmt: skip
-        _, _, _, need_pre, need_w, *_, need_a, need_b, need_bias = ctx.needs_input_grad
+        _, _, _, need_pre, need_w, *_, need_a, need_b, need_bias, _ = ctx.needs_input_grad
         ctx.needs = Needs(need_pre, need_a, need_b, need_bias, need_w)
         ctx.options = scaling, activation, numbers["merge_aware"]
         through = need_pre or need_w or need_a
@@ -259,7 +260,7 @@ class _GluGroupedLoraLinear(FirstOrderFunction):
     @staticmethod
     def backward(ctx: Any, gy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if gy is None:
-            return (None,) * 13
+            return (None,) * 14
         (scaling, activation, merge_aware), needs = ctx.options, ctx.needs
         pre, topk_weights, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias, u = ctx.saved_tensors
 
@@ -272,19 +273,20 @@ class _GluGroupedLoraLinear(FirstOrderFunction):
             return gpre, g.topk_weights, g.lora_a, g.lora_b, g.bias
 
         gpre, gw, ga, gb, gbias = FirstOrderFunction.grads(compute, "glu_grouped_lora_linear")
-        return None, None, None, gpre, gw, None, None, None, None, None, ga, gb, gbias
+        return None, None, None, gpre, gw, None, None, None, None, None, ga, gb, gbias, None
 
 
 def grouped_lora_linear(
     x: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
     *, scaling: float = 1.0, top_k: int = 1, compute: str = "w4a16", merge_aware: bool = False,
+    input_scale: Tensor | None = None,
 ) -> Any:  # fmt: skip
     tensors = (x, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias)
     options = {"top_k": top_k, "compute": compute, "merge_aware": merge_aware}
     if wants_grad("grouped_lora_linear", (x, lora_a, lora_b, bias)):
-        return _GroupedLoraLinear.apply(scaling, options, *tensors)
-    return _below_autograd("grouped_lora_linear")(*tensors, scaling=scaling, **options)
+        return _GroupedLoraLinear.apply(scaling, options, *tensors, input_scale)
+    return _below_autograd("grouped_lora_linear")(*tensors, scaling=scaling, **options, input_scale=input_scale)
 
 
 def glu_grouped_lora_linear(
@@ -292,13 +294,15 @@ def glu_grouped_lora_linear(
     codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
     *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None, compute: str = "w4a16",
-    merge_aware: bool = False,
+    merge_aware: bool = False, input_scale: Tensor | None = None,
 ) -> Any:  # fmt: skip
     tensors = (pre, topk_weights, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias)
     options, numbers = {"activation": activation, "limit": limit}, {"compute": compute, "merge_aware": merge_aware}
     if wants_grad("glu_grouped_lora_linear", (pre, topk_weights, lora_a, lora_b, bias)):
-        return _GluGroupedLoraLinear.apply(scaling, options, numbers, *tensors)
-    return _below_autograd("glu_grouped_lora_linear")(*tensors, scaling=scaling, **options, **numbers)
+        return _GluGroupedLoraLinear.apply(scaling, options, numbers, *tensors, input_scale)
+    return _below_autograd("glu_grouped_lora_linear")(
+        *tensors, scaling=scaling, **options, **numbers, input_scale=input_scale
+    )
 
 
 class _FakeQuantize(FirstOrderFunction):

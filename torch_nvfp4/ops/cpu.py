@@ -72,11 +72,12 @@ def grouped_lora_linear(
     x: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
     *, scaling: float = 1.0, top_k: int = 1, compute: str = "w4a16", merge_aware: bool = False,
+    input_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y `[M, N]` = x[rows // top_k] @ W_eᵀ·g + u @ b_eᵀ + bias; u `[M, R]` = scaling · x[rows // top_k] @ a_eᵀ.
 
-    compute "w4a4": the first x is the one that `quantize_rows` makes of it. merge_aware: W is `merge_lora`'s, and
-    u @ b_eᵀ is not added.
+    compute "w4a4": the first x is the one that `quantize_rows` makes of it, under input_scale if given. merge_aware: W
+    is `merge_lora`'s, and u @ b_eᵀ is not added.
     """
     m = x.shape[0] if rows is None else rows.shape[0]
     weight = _Projection(codes, scales, global_scale, lora_a, lora_b, scaling, _accumulate_dtype(x.dtype), merge_aware)
@@ -84,7 +85,7 @@ def grouped_lora_linear(
     u = x.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
     for e, begin, end in _segments(offsets):
         x_e = _take(x, rows, begin, end, top_k, weight.acc)
-        y_e = weight.forward(e, x_e, u[begin:end], _quantized(x_e) if compute == "w4a4" else None)
+        y_e = weight.forward(e, x_e, u[begin:end], _quantized(x_e, input_scale) if compute == "w4a4" else None)
         y[begin:end] = y_e if bias is None else y_e.add_(bias[e])
     return y, u
 
@@ -128,7 +129,7 @@ def glu_grouped_lora_linear(
     codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
     *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None, compute: str = "w4a16",
-    merge_aware: bool = False,
+    merge_aware: bool = False, input_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`grouped_lora_linear` of h `[M, I]` = act(pre) · router weight; the bias is weighted too.
 
@@ -144,7 +145,7 @@ def glu_grouped_lora_linear(
         act_e = activate(pre[begin:end].to(weight.acc), activation, limit)
         base = None
         if compute == "w4a4":
-            base = _quantized(act_e.to(pre.dtype).to(weight.acc)).mul_(router_e)
+            base = _quantized(act_e.to(pre.dtype).to(weight.acc), input_scale).mul_(router_e)
         # h is rounded to the activation dtype, as it is wherever it is a tensor of its own (glu_backward returns it).
         h_e = act_e.mul_(router_e).to(pre.dtype).to(weight.acc)
         y_e = weight.forward(e, h_e, u[begin:end], base)
@@ -189,9 +190,9 @@ def glu_backward(
     return gpre, h, gw
 
 
-def _quantized(x: Tensor) -> Tensor:
+def _quantized(x: Tensor, input_scale: Tensor | None) -> Tensor:
     """The values that 4-bit rows stand for, in x's dtype."""
-    codes, scales, row_scale = quantize_rows(x)
+    codes, scales, row_scale = quantize_rows(x, input_scale)
     return decode(codes, scales, x.dtype).mul_(row_scale.unsqueeze(-1))
 
 

@@ -48,6 +48,7 @@ def grouped_lora_linear(
     x: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
     *, scaling: float = 1.0, top_k: int = 1, compute: str = "w4a16", merge_aware: bool = False,
+    input_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     m = x.shape[0] if rows is None else rows.shape[0]
     return x.new_empty(m, codes.shape[1]), x.new_empty(m, 0 if lora_a is None else lora_a.shape[1])
@@ -75,7 +76,7 @@ def glu_grouped_lora_linear(
     codes: Tensor, scales: Tensor, global_scale: Tensor,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, bias: Tensor | None = None,
     *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None, compute: str = "w4a16",
-    merge_aware: bool = False,
+    merge_aware: bool = False, input_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return grouped_lora_linear(pre, None, offsets, codes, scales, global_scale, lora_a, lora_b)
 

@@ -52,10 +52,12 @@ class LayerTensors(NamedTuple):
     down_lora_b: Tensor | None
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    gate_up_input_scale: Tensor | None
+    down_input_scale: Tensor | None
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        return (self.x, self.topk_weights, *self[9:])
+        return (self.x, self.topk_weights, *self[9:15])
 
 
 class LayerResult(NamedTuple):
@@ -75,11 +77,12 @@ def forward(t: LayerTensors, options: LayerOptions) -> LayerResult:
     pre, gate_up_u = ops.grouped_lora_linear(
         t.x, rows, offsets, t.gate_up_codes, t.gate_up_scales, t.gate_up_global_scale,
         t.gate_up_lora_a, t.gate_up_lora_b, t.gate_up_bias, scaling=options.gate_up_scaling, top_k=top_k,
-        **options.numbers,
+        **options.numbers, input_scale=t.gate_up_input_scale,
     )  # fmt: skip
     y, down_u = ops.glu_grouped_lora_linear(
         pre, t.topk_weights, rows, offsets, t.down_codes, t.down_scales, t.down_global_scale,
         t.down_lora_a, t.down_lora_b, t.down_bias, scaling=options.down_scaling, **options.glu, **options.numbers,
+        input_scale=t.down_input_scale,
     )  # fmt: skip
     out = combine(y, inverse, top_k, t.x.dtype)
     return LayerResult(out, pre, rows, inverse, offsets, gate_up_u, down_u)
@@ -145,7 +148,7 @@ class _Layer(FirstOrderFunction):
             lambda: _backward(grad_out.to(ctx.x_dtype), saved, ctx.options, ctx.needs), "moe_lora"
         )
         gx, gw, *lora_and_bias = grads
-        return None, gx, None, gw, *(None,) * 6, *lora_and_bias
+        return None, gx, None, gw, *(None,) * 6, *lora_and_bias, None, None
 
 
 def _backward(
@@ -184,12 +187,14 @@ def moe_lora(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     *, gate_up_scaling: float = 1.0, down_scaling: float = 1.0, activation: str = "silu",
     limit: float | None = None, compute: str = "w4a16", merge_aware: bool = False,
+    gate_up_input_scale: Tensor | None = None, down_input_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The op's kernel; arguments are checked by the dispatcher's wrapper (see validation.py)."""
     tensors = LayerTensors(
         x, topk_ids, topk_weights,
         gate_up_codes, gate_up_scales, gate_up_global_scale, down_codes, down_scales, down_global_scale,
         gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, gate_up_bias, down_bias,
+        gate_up_input_scale, down_input_scale,
     )  # fmt: skip
     options = LayerOptions(gate_up_scaling, down_scaling, activation, limit, compute, merge_aware)
     if wants_grad("moe_lora", tensors.differentiable):

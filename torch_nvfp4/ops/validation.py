@@ -80,6 +80,8 @@ def _moe_rules(gate_up_n: str) -> dict[str, Rule]:
         **_factors("down_", "H", "I", "R_down"),
         "gate_up_bias": Rule("float", f"E {gate_up_n}"),
         "down_bias": Rule("float", "E H"),
+        "gate_up_input_scale": Rule("float32", ""),
+        "down_input_scale": Rule("float32", ""),
     }
 
 
@@ -95,6 +97,7 @@ RULES: dict[str, dict[str, Rule]] = {
         **_weight("", "N", "C"),
         **_factors("", "N", "C", "R"),
         "bias": Rule("float", "E N"),
+        "input_scale": Rule("float32", ""),
     },
     "grouped_lora_dgrad": {
         "gy": Rule("float", "X N"),
@@ -116,6 +119,7 @@ RULES: dict[str, dict[str, Rule]] = {
             **_weight("", "N", "I"),
             **_factors("", "N", "I", "R"),
             "bias": Rule("float", "E N"),
+            "input_scale": Rule("float32", ""),
         }
         for suffix, n in (("", "2I"), (":plain", "I"))
     },
@@ -144,6 +148,7 @@ _TOKEN_SIDE: dict[str, tuple[tuple[str, str], ...]] = {
     "glu_backward": (("topk_weights", "rows"), ("gy", "gy_rows")),
 }
 
+_INPUT_SCALES = ("input_scale", "gate_up_input_scale", "down_input_scale")
 _NO_RULES: dict[str, Rule] = {}
 
 
@@ -205,6 +210,9 @@ def _check_options(op: str, arguments: Mapping[str, Any], activation: str) -> No
     compute = arguments.get("compute", COMPUTE_MODES[0])
     if compute not in COMPUTE_MODES:
         raise ValueError(f"{op}: compute must be one of {', '.join(COMPUTE_MODES)}, got '{compute}'")
+    for name in _INPUT_SCALES:
+        if compute != "w4a4" and arguments.get(name) is not None:
+            raise ValueError(f"{op}: {name} is that of 4-bit activations (compute 'w4a4'), got compute '{compute}'")
     if op == "glu_backward" and arguments["gh"] is None:
         if arguments.get("need_gpre", True) or arguments.get("need_gw", True):
             raise ValueError(f"{op}: gh may be None only where need_gpre and need_gw are False")
