@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,11 @@ from merge_models import adapt, merged_by_hand, model_of, packed_of, raw, stored
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from torch_nvfp4._lora.fingerprint import fingerprint
+from torch_nvfp4._lora.sites import adapted_sites
+from torch_nvfp4._lora.stamp import Stamp
 from torch_nvfp4._merge.merged import MergedCheckpoint
-from torch_nvfp4.checkpoint import CheckpointError, open_checkpoint
+from torch_nvfp4.checkpoint import CheckpointError, convert_folder, open_checkpoint
 from torch_nvfp4.checkpoint.patch import write_patched
 from torch_nvfp4.format import dequantize
 from torch_nvfp4.lora import export_adapter, load_adapter, save_adapter
@@ -438,6 +442,7 @@ def test_a_merge_aware_adapter_is_stamped_and_merges_as_trained(layout: str, tmp
     base, adapter, model = aware(tmp_path, layout)
     stamp = json.loads((adapter / "adapter_config.json").read_text())["torch_nvfp4"]
     format = "mxfp4" if "mxfp4" in layout else "nvfp4"
+    assert re.fullmatch("[0-9a-f]{32}", stamp.pop("base"))
     assert stamp == {"merge_aware": True, "quantizer": "nvfp4-merge-1", "format": format}
     assert merge_folder(base, adapter, tmp_path / "out").merge_aware
     with pytest.raises(MergeError, match="trained merge-aware, for its sum .* --force"):
@@ -468,8 +473,55 @@ def test_another_quantiser_is_an_error_unless_forced(stamp: dict, message: str, 
     merge_folder(base, adapter, tmp_path / "out", force=True)
 
 
+@pytest.mark.parametrize("layout", ["qwen3", "ct_mxfp4", "nemotron", "mxfp4", "compressed"])
+def test_a_folder_and_its_model_have_one_fingerprint(layout: str, tmp_path: Path) -> None:
+    """So has the folder in another layout; another base has another."""
+    base, adapter, model = aware(tmp_path, layout)
+    stamp = Stamp.from_json(json.loads((adapter / "adapter_config.json").read_text()))
+    assert stamp is not None and stamp.base == fingerprint(s.module for s in adapted_sites(model))
+    merge_folder(base, adapter, tmp_path / "out")
+    if layout in ("qwen3", "compressed"):
+        other = "modelopt" if layout == "compressed" else "compressed-tensors"
+        convert_folder(base, tmp_path / "converted", layout=other)
+        merge_folder(tmp_path / "converted", adapter, tmp_path / "merged")
+
+
+def test_another_base_is_an_error_unless_forced(tmp_path: Path) -> None:
+    _, adapter, _ = aware(tmp_path)
+    other = realistic("qwen3", 1).write(tmp_path / "other")
+    with pytest.raises(MergeError, match="trained merge-aware on other 4-bit weights than those of .*other.* --force"):
+        merge_folder(other, adapter, tmp_path / "out")
+    assert list(tmp_path.glob("out*")) == []
+    merge_folder(other, adapter, tmp_path / "out", force=True)
+    model = model_of(other)
+    set_numerics(model, merge_aware=True)
+    with pytest.raises(ValueError, match="other 4-bit weights than this model's"):
+        load_adapter(model, adapter)
+    assert adapted_sites(model) == []
+    data = json.loads((adapter / "adapter_config.json").read_text())
+    del data["torch_nvfp4"]["base"]
+    change_config(adapter, torch_nvfp4=data["torch_nvfp4"])
+    load_adapter(model, adapter)
+
+
+def test_weights_that_are_not_all_here_have_no_fingerprint() -> None:
+    whole, meta = NVFP4Experts(4, 32, 32), NVFP4Experts(4, 32, 32, device="meta")
+    assert fingerprint([]) is None and fingerprint([whole]) is not None
+    assert fingerprint([whole, meta]) is None and fingerprint([meta]) is None
+    split = NVFP4Experts(2, 32, 32)
+    split.__dict__["share"] = object()
+    assert fingerprint([split]) is None
+
+
 @pytest.mark.parametrize(
-    "stamp", [True, {"merge_aware": "yes"}, {"merge_aware": True}, {"merge_aware": True, "format": 4}]
+    "stamp",
+    [
+        True,
+        {"merge_aware": "yes"},
+        {"merge_aware": True},
+        {"merge_aware": True, "format": 4},
+        {"merge_aware": True, "quantizer": "q", "format": "nvfp4", "base": 4},
+    ],
 )
 def test_a_broken_stamp_is_refused(stamp: object, tmp_path: Path) -> None:
     base, adapter, _ = folders(tmp_path, "qwen3")

@@ -102,7 +102,8 @@ def test_peft_writes_the_stamp_and_reads_it(base: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "adapter")
     data = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     format = open_checkpoint(base).experts["model.layers.0.mlp.experts"].format
-    assert data["torch_nvfp4"] == {"merge_aware": True, "quantizer": "nvfp4-merge-1", "format": format}
+    stamp = {"merge_aware": True, "quantizer": "nvfp4-merge-1", "format": format}
+    assert data["torch_nvfp4"] == stamp | {"base": data["torch_nvfp4"]["base"]}
     report = merge_folder(base, tmp_path / "adapter", tmp_path / "out", skeletons=skeletons)
     packed = open_checkpoint(base)
     assert report.merge_aware and len(report.tensors) == 2 * len(packed.experts) + len(packed.linears)

@@ -31,7 +31,7 @@ from ._lora.sites import (
     iter_sites,
     replace_module,
 )
-from ._lora.stamp import KEY, mark, stamp_of, warn_unless_merge_aware
+from ._lora.stamp import KEY, heed, mark, stamp_of
 
 __all__ = [
     "LoRALinear",
@@ -228,7 +228,7 @@ def load_adapter(
     found = read_for(Path(directory), list(iter_sites(model)), lora_b_layout)
     _check_same_adapters(model, found.specs)
     values, adapted = found.values(), [site.module for site in found.specs]
-    warn_unless_merge_aware(found.stamp, adapted, stacklevel=2)
+    heed(found.stamp, adapted, stacklevel=2)
     if not adapted_sites(model):
         refuse_new(model)
         model.requires_grad_(False)

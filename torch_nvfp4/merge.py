@@ -44,7 +44,7 @@ def merge_folder(
         layout: "modelopt", "compressed-tensors" or "mxfp4"; None for the source's own, which keeps all files as they
             are but for the adapted weights' bytes.
         force: merge also what was trained with other numbers: a merge-aware adapter into a dense model, or one of
-            another quantiser or format.
+            another quantiser, format or base.
         skeletons: the models whose names the adapter may have, first choice first (`torch_nvfp4.hf.skeletons`); without
             it, the checkpoint's own names.
         lora_b_layout: as for `torch_nvfp4.lora.load_adapter`.
@@ -114,6 +114,11 @@ def _check_numbers(checkpoint: MergedCheckpoint, stamp: Stamp | None, dense: boo
         entry = checkpoint.experts.get(path) or checkpoint.linears[path]
         if reason := stamp.mismatch(entry.format):
             raise MergeError(f"{path}: the adapter is merge-aware, and {reason}; --force merges it all the same")
+    if stamp.base is not None and checkpoint.adapted and stamp.base != checkpoint.fingerprint():
+        raise MergeError(
+            f"the adapter was trained merge-aware on other 4-bit weights than those of {checkpoint.folder}, whose rounding "
+            "it fits; --force merges it all the same"
+        )
 
 
 def _check_holds(checkpoint: MergedCheckpoint, layout: str | None) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from .._lora.files import CONFIG
 from .._lora.sharded import refuse_share
-from .._lora.stamp import KEY, Stamp, stamp_of, warn_unless_merge_aware
+from .._lora.stamp import KEY, Stamp, heed, stamp_of
 from .peft_layers import Linear, ParamWrapper
 
 # What `check_kwargs` took out of the file that `from_pretrained` reads.
@@ -65,7 +65,7 @@ def install() -> None:
     def inject_adapter(self: LoraModel, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         inject(self, model, adapter_name, *args, **kwargs)
         stamp = Stamp.from_json({KEY: self.peft_config[adapter_name].__dict__.get(KEY)})
-        warn_unless_merge_aware(stamp, _adapted(model, adapter_name), stacklevel=2)
+        heed(stamp, _adapted(model, adapter_name), stacklevel=2)
 
     mixin.check_kwargs, mixin.from_pretrained = classmethod(check_kwargs), classmethod(from_pretrained)
     mixin.save_pretrained = save_pretrained

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .._lora.fingerprint import fingerprint_of_folder
 from .._lora.read import AdapterFile
 from .._lora.sites import Site
 from ..checkpoint import Checkpoint, PackedExperts, PackedWeight
@@ -90,6 +91,10 @@ class MergedCheckpoint(Checkpoint):
     def adapted(self) -> tuple[str, ...]:
         """Paths of the packed modules that the adapter changes."""
         return (*self._of_experts, *self._of_linears)
+
+    def fingerprint(self) -> str:
+        """Of the packed weights that the adapter changes, as they are without it."""
+        return fingerprint_of_folder(Checkpoint(self.folder), self._of_experts, self._of_linears)
 
     @property
     def adapted_fp8(self) -> list[str]:
