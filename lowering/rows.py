@@ -64,7 +64,8 @@ def _launch(
     launch(
         kernels.quantize_rows, (cdiv(x.shape[0], configs.GLU_ROWS),), x.device,
         x, x.stride(0), slot_weights, slots, offsets, input_scale, out.scale, values, codes, out.block_scales, h,
-        x.shape[0], 0 if offsets is None else offsets.shape[0], WIDTH=c, OUT_WIDTH=0 if values is None else values.shape[1],
+        x.shape[0],
+        0 if offsets is None else offsets.shape[0], WIDTH=c, OUT_WIDTH=0 if values is None else values.shape[1],
         ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, ORDER=order, ACTIVATION=activation, LIMIT=limit,
         DTYPE=TRITON_DTYPE[x.dtype], num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -216,6 +216,29 @@ def test_two_adapters_are_trained_and_merged(tmp_path: Path, monkeypatch: pytest
     assert console.file.getvalue().splitlines()[-1].startswith("merge-aware adapter")
 
 
+def test_the_demo_in_mxfp4_goes_through_its_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too short to learn anything, so claims fail; the numbers of MXFP4 still agree in PEFT and after merging."""
+    texts, whole = demo_text.documentation()[8:20], demo.finetune_config
+    small = dict(steps=2, batch=2, seq_len=32, eval_batches=1, eval_every=0, warmup=1)
+    monkeypatch.setattr(demo_base, "documentation", lambda: texts)
+    monkeypatch.setattr(demo, "BaseRecipe", lambda: BaseRecipe(steps=2, batch=2, seq_len=32, warmup=1))
+
+    def shrunk(*args: Any) -> Any:
+        config = whole(*args)
+        return replace(config, text=config.text[:3], eval_text=config.eval_text[:1], **small)
+
+    monkeypatch.setattr(demo, "finetune_config", shrunk)
+    monkeypatch.setattr(demo_merge, "STEPS", 2)
+    console = quiet()
+    assert demo.run_demo(tmp_path / "out", format="mxfp4", console=console) == 1
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    verdicts = {line.split("  ")[0]: line.rstrip().endswith("PASS") for line in text.splitlines() if "  " in line}
+    assert all(f" {act}. " in text for act in range(1, 6)) and "quantised to MXFP4" in text
+    for claim in ("experts in MXFP4", "memory of the experts", "adapter in stock PEFT", "merge-aware, merged alone"):
+        assert verdicts[claim], text
+
+
 # -- folder --------------------------------------------------------------------------------------------------
 
 

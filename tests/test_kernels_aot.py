@@ -240,7 +240,8 @@ def test_row_kernels_compile_and_fit(name: str, arch: int) -> None:
 
 
 ROWS = dict(
-    slot_weights=None, slots=None, offsets=None, input_scale=None, h=None, WIDTH=2048, OUT_WIDTH=2048, ROWS=configs.GLU_ROWS,
+    slot_weights=None, slots=None, offsets=None, input_scale=None, h=None, WIDTH=2048, OUT_WIDTH=2048,
+    ROWS=configs.GLU_ROWS,
     COLUMNS=configs.GLU_COLUMNS, ORDER=2, ACTIVATION=None, LIMIT=None, DTYPE=tl.bfloat16,
 )  # fmt: skip
 CALIBRATED = {name: value for name, value in ROWS.items() if name != "input_scale"}

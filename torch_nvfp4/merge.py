@@ -116,8 +116,8 @@ def _check_numbers(checkpoint: MergedCheckpoint, stamp: Stamp | None, dense: boo
             raise MergeError(f"{path}: the adapter is merge-aware, and {reason}; --force merges it all the same")
     if stamp.base is not None and checkpoint.adapted and stamp.base != checkpoint.fingerprint():
         raise MergeError(
-            f"the adapter was trained merge-aware on other 4-bit weights than those of {checkpoint.folder}, whose rounding "
-            "it fits; --force merges it all the same"
+            f"the adapter was trained merge-aware on other 4-bit weights than those of {checkpoint.folder}, whose "
+            "rounding it fits; --force merges it all the same"
         )
 
 

@@ -87,8 +87,8 @@ def heed(stamp: Stamp | None, adapted: Iterable[nn.Module], stacklevel: int) -> 
     modules = packed_modules(adapted)
     if stamp is not None and stamp.base is not None and stamp.base != (fingerprint(modules) or stamp.base):
         raise ValueError(
-            "this adapter was trained merge-aware on other 4-bit weights than this model's, whose rounding it fits: load "
-            f"it on its own base (or, to load it all the same, take `base` out of {KEY} in its adapter_config.json)"
+            "this adapter was trained merge-aware on other 4-bit weights than this model's, whose rounding it fits; "
+            f"load it on its own base (or, to load it anyway, take `base` out of {KEY} in its adapter_config.json)"
         )
     if stamp is not None and not all(module.merge_aware for module in modules):
         warnings.warn(
