@@ -86,6 +86,31 @@ def test_linear(two: Ranks, split: dict[str, Placement], placed: list[Placement]
     two.run(_linear, split, placed, options)
 
 
+def _computed() -> None:
+    """Sums over parts of the columns are for w4a16 alone, whatever ran before; and an input scale comes by keyword."""
+    names = ("codes", "scales", "global_scale", "lora_a", "lora_b")
+    x = torch.randn(M, C, generator=torch.Generator().manual_seed(1))
+    whole: dict[str, Tensor | None] = {"x": x, "rows": None, "offsets": _offsets()}
+    whole |= dict(zip(names, _weight(N, C), strict=True))
+    parts, routed = _spread(whole, {"x": Shard(1)}), int(_offsets()[-1])
+    scale = torch.tensor(1e-3)
+    spread_scale = distribute_tensor(scale, ep.mesh_of(2), [Replicate()])
+    for given, spread, placed in (
+        ({"compute": "w4a16"}, {}, Partial()),
+        ({"compute": "w4a4"}, {}, Replicate()),
+        ({"compute": "w4a4", "input_scale": scale}, {"input_scale": spread_scale}, Replicate()),
+        ({"compute": "w4a4", "input_scale": scale}, {}, Replicate()),
+    ):
+        y, _ = OPS.grouped_lora_linear(*whole.values(), **given)
+        y_parts, _ = OPS.grouped_lora_linear(*parts.values(), **(given | spread))
+        assert y_parts.placements == (placed,), given
+        close(y_parts.full_tensor()[:routed], y[:routed], 2e-6, str(given))
+
+
+def test_a_rule_is_that_of_the_computation(two: Ranks) -> None:
+    two.run(_computed)
+
+
 def _quantised() -> None:
     """quantize, dequantize and fake_quantize by each dim, merge_lora by each: the same bytes."""
     mesh = ep.mesh_of(2)

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..ops.schemas import SCHEMAS
@@ -144,13 +145,19 @@ def _register(op: str) -> None:
         if op in _GROUPED:
             _refuse_experts(op, given)
         tensors = {name: hasattr(given[name], "placements") for name in positional}
+        by_keyword = [_REPLICATED for value in kwargs.values() if hasattr(value, "placements")]  # input scales
         whole: Split = ([_REPLICATED] * results, {})
         return [
-            (list(out), [split.get(name, _REPLICATED) if tensors[name] else None for name in positional])
+            (list(out), [split.get(name, _REPLICATED) if tensors[name] else None for name in positional] + by_keyword)
             for out, split in (whole, *_RULES[op](given))
         ]
 
     register_sharding(overload)(shardings)
+    # DTensor remembers what fits by the tensors alone, and would apply a rule of one `compute` to another.
+    options = [argument.name for argument in arguments if argument.kwarg_only]
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=options, needs_pytree=True)
+    propagator.register_op_strategy(overload, propagator.op_strategy_funcs[overload], info)
 
 
 for _op in SCHEMAS:
