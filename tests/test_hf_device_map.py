@@ -1,18 +1,21 @@
 """Packed checkpoints under `device_map`: what its planner believes of their sizes, and what may be put elsewhere."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from golden_models import CHECKPOINTS, GOLDEN, QWEN, load, logits
+from hf_models import make_model
 from packed_models import Style, export, make_stock
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, modeling_utils
 from transformers.integrations.accelerate import compute_module_sizes
 
-import torch_nvfp4.hf  # noqa: F401  (registers the quantizer)
 from torch_nvfp4.format import quantize
+from torch_nvfp4.hf import quantize_experts
 from torch_nvfp4.nn import NVFP4Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,6 +83,16 @@ def test_memory_for_exactly_the_packed_bytes() -> None:
     assert held(model)[""] == size
     with pytest.raises(ValueError, match="device_map offloads to disk: packed weights must lie on the device"):
         load(GOLDEN / QWEN, device_map="auto", max_memory={"cpu": size - 1})
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_accelerate_itself_counts_packed_tensors_as_bytes(dtype: torch.dtype | None) -> None:
+    """Whatever dtype it is told to plan for (`accelerate.infer_auto_device_map`), and on the meta device too."""
+    model = quantize_experts(make_model("gpt_oss"))
+    expected = held(model if dtype is None else copy.deepcopy(model).to(dtype))[""]
+    for device in ("cpu", "meta"):
+        sizes = accelerate.utils.compute_module_sizes(model.to(device), dtype=dtype)
+        assert sizes[""] == expected
 
 
 def spread(**elsewhere: str) -> dict[str, Any]:
