@@ -21,6 +21,7 @@ from .launch import (
     padded_width,
     power_of_two,
     precision,
+    product_dtype,
     tma_descriptor,
     with_unit_stride,
 )
@@ -254,7 +255,8 @@ def _path(
     if four_bits and block_scaled.supports(weight, x.device.index):
         return Path.BLOCK_SCALED
     packed |= four_bits
-    scratch_fits = not packed and configs.use_scratch(m, e, n, weight.global_scale.shape[1], x.dtype, x.device.index)
+    multiplied, halves = product_dtype(x.dtype, weight.block), weight.global_scale.shape[1]
+    scratch_fits = not packed and configs.use_scratch(m, e, n, halves, multiplied, x.device.index)
     if hopper.supports(weight, x, transposed=transposed):
         many = transposed and configs.rows_per_expert(m, e) >= configs.HOPPER_DGRAD_ROWS
         return Path.SCRATCH if scratch_fits and many else Path.HOPPER
@@ -344,7 +346,7 @@ def _loop_linear(
     e, n, _ = weight.sizes
     m, dtype = x.shape[0], x.dtype
     limit, has_tma = configs.device_limits(x.device.index)
-    config = configs.linear_config(rows_each, dtype, limit)
+    config = configs.linear_config(rows_each, product_dtype(dtype, weight.block), limit)
     tiles = tma_descriptor(x, [config.tokens, config.bytes], has_tma)
     launch(
         grouped_gemm.grouped_linear,
@@ -353,8 +355,9 @@ def _loop_linear(
         slots, slot_weights, offsets, out, n, u.shape[1],
         R=padded_rank(u.shape[1]), X_WIDTH=x.shape[1], TOKENS=config.tokens, OUTPUTS=config.outputs,
         BYTES=config.bytes, STAGES=config.stages, TMA=tiles is not None, PACKED_ASM=_packed_asm(weight, dtype, has_tma),
-        WGMMA=configs.family(x.device.index) == 9, PRECISION=precision(dtype), WEIGHTED_BIAS=slots is not None,
-        DTYPE=TRITON_DTYPE[dtype], AFTER=after, **weight.constants, num_warps=config.warps,
+        WGMMA=configs.family(x.device.index) == 9, PRECISION=precision(dtype, weight.block),
+        WEIGHTED_BIAS=slots is not None, DTYPE=TRITON_DTYPE[dtype], AFTER=after, **weight.constants,
+        num_warps=config.warps,
     )  # fmt: skip
 
 
@@ -386,7 +389,7 @@ def _loop_dgrad(
     e, n, c = weight.sizes
     m, dtype = gy.shape[0], gy.dtype
     limit, has_tma = configs.device_limits(gy.device.index)
-    config = configs.dgrad_config(rows_each, dtype, limit)
+    config = configs.dgrad_config(rows_each, product_dtype(dtype, weight.block), limit)
     rows = tma_descriptor(gy, [config.tokens, config.depth], has_tma)
     launch(
         grouped_gemm.grouped_dgrad,
@@ -395,7 +398,8 @@ def _loop_dgrad(
         offsets, out, n, v.shape[1],
         R=padded_rank(v.shape[1]), TOKENS=config.tokens, BYTES=config.bytes, DEPTH=config.depth,
         STAGES=config.stages, TMA=rows is not None, PACKED_ASM=_packed_asm(weight, dtype, has_tma),
-        PRECISION=precision(dtype), DTYPE=TRITON_DTYPE[dtype], AFTER=after, **weight.constants, num_warps=config.warps,
+        PRECISION=precision(dtype, weight.block), DTYPE=TRITON_DTYPE[dtype], AFTER=after, **weight.constants,
+        num_warps=config.warps,
     )  # fmt: skip
 
 

@@ -34,8 +34,18 @@ def padded_width(columns: int) -> int:
     return cdiv(columns, COLUMN_PAD) * COLUMN_PAD
 
 
-def precision(dtype: torch.dtype) -> str | None:
-    """fp32 products must be fp32, not tf32; half precision has one way only."""
+def product_dtype(dtype: torch.dtype, block: int) -> torch.dtype:
+    """In what rows of `dtype` meet a packed weight: fp32 where fp16 would have to hold MXFP4 (see `lifted_scale`)."""
+    return torch.float32 if dtype == torch.float16 and block == 32 else dtype
+
+
+def precision(dtype: torch.dtype, block: int = 16) -> str | None:
+    """fp32 products must be fp32, not tf32; half precision has one way only.
+
+    fp16 and MXFP4, widened to fp32, have 11 and 2 significant bits: tf32, which has 11, multiplies them exactly.
+    """
+    if product_dtype(dtype, block) != dtype:
+        return "tf32"
     return "ieee" if dtype == torch.float32 else None
 
 

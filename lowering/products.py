@@ -15,7 +15,7 @@ from .compat import Extern, TensorBox, calls_python, empty, guard_int, tunes
 from .eager import Path
 from .graph import Routed, Weight, times, timing_inputs
 from .kernels import grouped_gemm
-from .launch import cdiv, padded_rank, padded_width, precision
+from .launch import cdiv, padded_rank, padded_width, precision, product_dtype
 from .templates import OUTPUT, Grid, Launch, Rival, Variant
 
 _LINEAR = Extern(externs.linear, "nvfp4_linear_product")
@@ -35,7 +35,7 @@ class Adapter:
 def linear(x: Routed, weight: Weight, adapter: Adapter, u: TensorBox) -> Launch:
     """y = x Wᵀ and what is added to it, from rows already in the right column order."""
     _, has_tma = x.limits
-    r = guard_int(u.get_size()[1])
+    r, multiplied = guard_int(u.get_size()[1]), product_dtype(x.dtype, weight.block)
     biased = adapter.bias is not None
     tensors = {
         "x": x.tensor, **weight.tensors, "lora_b": adapter.lora_b, "u": u if r else None, "bias": adapter.bias,
@@ -43,8 +43,9 @@ def linear(x: Routed, weight: Weight, adapter: Adapter, u: TensorBox) -> Launch:
         "offsets": x.offsets, "y": OUTPUT,
     }  # fmt: skip
     constants = dict(
-        lora_r=r, R=padded_rank(r), X_WIDTH=x.width, TMA=False, DTYPE=x.dtype, PRECISION=precision(x.dtype),
-        PACKED_ASM=weight.packed_asm(x.dtype, has_tma), WGMMA=has_tma and x.dtype != torch.float32,
+        lora_r=r, R=padded_rank(r), X_WIDTH=x.width, TMA=False, DTYPE=x.dtype,
+        PRECISION=precision(x.dtype, weight.block), PACKED_ASM=weight.packed_asm(x.dtype, has_tma),
+        WGMMA=has_tma and multiplied != torch.float32,
         WEIGHTED_BIAS=biased and adapter.slots is not None, **weight.constants,
     )  # fmt: skip
     return Launch(
@@ -60,7 +61,7 @@ def _linear_templates(x: Routed, weight: Weight) -> list[Variant]:
             dict(TOKENS=c.tokens, OUTPUTS=c.outputs, BYTES=c.bytes, STAGES=c.stages),
             Grid(c.tokens, weight.e, cdiv(weight.n, c.outputs)), c.warps,
         )
-        for c in configs.linear_candidates(x.per_expert, x.dtype, limit)
+        for c in configs.linear_candidates(x.per_expert, product_dtype(x.dtype, weight.block), limit)
     ]  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def dgrad(gy: Routed, weight: Weight, lora_a: TensorBox | None, v: TensorBox) ->
     }  # fmt: skip
     constants = dict(
         lora_r=r, R=padded_rank(r), TMA=False, PACKED_ASM=weight.packed_asm(gy.dtype, has_tma),
-        PRECISION=precision(gy.dtype), DTYPE=gy.dtype, **weight.constants,
+        PRECISION=precision(gy.dtype, weight.block), DTYPE=gy.dtype, **weight.constants,
     )  # fmt: skip
     launch = Launch(
         grouped_gemm.grouped_dgrad, tensors, constants, gy.m, [gy.m, weight.c], gy.dtype,
@@ -109,7 +110,7 @@ def dgrad(gy: Routed, weight: Weight, lora_a: TensorBox | None, v: TensorBox) ->
             dict(TOKENS=c.tokens, BYTES=c.bytes, DEPTH=c.depth, STAGES=c.stages),
             Grid(c.tokens, weight.e, cdiv(weight.c // 2, c.bytes)), c.warps,
         )
-        for c in configs.dgrad_candidates(gy.per_expert, gy.dtype, limit)
+        for c in configs.dgrad_candidates(gy.per_expert, product_dtype(gy.dtype, weight.block), limit)
     ]  # fmt: skip
     launcher = Rival(_DGRAD)
     if tunes():

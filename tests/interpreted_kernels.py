@@ -205,6 +205,9 @@ LAYERS: dict[str, dict[str, Any]] = {
         compute="w4a4",
         stride_of=lambda tensor: strided(tensor, "sliced"),
     ),
+    "w4a4 merge-aware mxfp4 fp16": dict(
+        dtype=F16, fmt="mxfp4", bias=True, h=96, i=64, t=40, compute="w4a4", merge_aware=True
+    ),
     "w4a4, no tokens": dict(dtype=BF16, t=0, compute="w4a4"),
     "w4a4, nothing routed": dict(dtype=BF16, pattern="none", compute="w4a4"),
     "w4a4 calibrated": dict(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_nvfp4.format import decode
+from torch_nvfp4.ops import cpu
 
 EDGES = (0, 1, 254, 255)
 """The scale byte of each expert: 2^-127 and 2^-126, 2^127, NaN."""
@@ -48,3 +49,34 @@ def check_products(ops: Any, dtype: torch.dtype) -> None:
             else:
                 error = (got[rows].double() - wanted).norm() / wanted.norm()
                 assert error < 4 * torch.finfo(dtype).eps, (op, byte, float(error))
+
+
+def check_every_scale(ops: Any, dtype: torch.dtype, device: str = "cpu") -> None:
+    """As `check_products`, one expert for each of the 256 scale bytes, against the CPU kernels; NaN and infinite alike.
+
+    Rows are as large as brings the products near 1, as far as `dtype` has such numbers.
+    """
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 256, (256, N, C // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1).repeat(1, N, C // 32).view(torch.float8_e8m0fnu)
+    weight = codes, scales, torch.ones(256, 1)
+    offsets = torch.arange(1, 257, dtype=torch.int32) * ROWS
+    number = torch.finfo(dtype)
+    sizes = (2.0 ** (127 - torch.arange(256.0, dtype=torch.float64))).clamp(number.smallest_normal, number.max / 8)
+    for op, width in (("grouped_lora_linear", C), ("grouped_lora_dgrad", N)):
+        x = torch.randn(256, ROWS, width, generator=generator, dtype=torch.float64) * sizes.view(-1, 1, 1)
+        x = x.flatten(0, 1).to(dtype)
+        arguments = x, None, offsets, *weight
+        wanted = getattr(cpu, op)(*arguments)[0].view(256, ROWS, -1)
+        on_device = (None if a is None else a.to(device) for a in arguments)
+        got = getattr(ops, op)(*on_device)[0].cpu().view(256, ROWS, -1)
+        for byte in range(256):
+            finite = wanted[byte].isfinite()
+            assert torch.equal(got[byte].isfinite(), finite), (op, byte)
+            assert torch.equal(got[byte].isnan(), wanted[byte].isnan()), (op, byte)
+            right = wanted[byte].double()[finite]
+            room = 2 * number.eps * right.norm() + number.smallest_normal * number.eps * right.numel() ** 0.5
+            assert (got[byte].double()[finite] - right).norm() <= room, (op, byte)
+        near_one = wanted[103:142]
+        assert bool(near_one.isfinite().all()) and bool((near_one != 0).any(-1).all())
+        assert bool(wanted[255].isnan().all())

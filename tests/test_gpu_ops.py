@@ -8,6 +8,7 @@ import torch
 from cuda_layers import on_cuda, random_grad, run, without_sync
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mxfp4_bytes import check_every_scale
 from oracle import assert_as_close_as_plain, exact, plain
 from strategies import ID_PATTERNS, STRIDES, Layer, make_layer, merges, packed_experts, strided
 from torch import Tensor
@@ -83,6 +84,11 @@ def test_output_and_every_gradient_match_float64(
         check_against_float64(layer)
 
     check()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_every_scale_of_mxfp4(dtype: torch.dtype) -> None:
+    check_every_scale(torch.ops.nvfp4, dtype, "cuda")
 
 
 LARGER = {

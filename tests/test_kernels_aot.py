@@ -27,7 +27,7 @@ from torch_nvfp4.lowering.kernels import (
     shrink,
     wgrad,
 )
-from torch_nvfp4.lowering.launch import TRITON_DTYPE, precision
+from torch_nvfp4.lowering.launch import TRITON_DTYPE, precision, product_dtype
 from torch_nvfp4.lowering.weight import Weight
 
 SIZES = dict(E_POW2=128, C=2048, B=16, S=2, R=16, UNIT=128.0, DTYPE=tl.bfloat16, PRECISION=None, AFTER=False,
@@ -42,7 +42,8 @@ def _options(arch: int, dtype: torch.dtype, mx: bool = False) -> dict[str, Any]:
     hopper_or_later = family(arch) >= 9
     return dict(
         TMA=hopper_or_later, PACKED_ASM=hopper_or_later and dtype == torch.bfloat16 and not mx,
-        WGMMA=family(arch) == 9 and dtype != torch.float32, DTYPE=TRITON_DTYPE[dtype], PRECISION=precision(dtype),
+        WGMMA=family(arch) == 9 and dtype != torch.float32, DTYPE=TRITON_DTYPE[dtype],
+        PRECISION=precision(dtype, 32 if mx else 16),
     ) | (dict(B=32, UNIT=1.0) if mx else {})  # fmt: skip
 
 
@@ -102,13 +103,22 @@ def test_every_tile_a_card_can_get_compiles_and_fits_fault_e1(product: str, tile
 @pytest.mark.parametrize(
     ("arch", "dtype", "mx"),
     [
-        (80, torch.float16, False), (80, torch.bfloat16, True), (90, torch.float16, True), (90, torch.float32, False),
-        (120, torch.float32, False),
+        (80, torch.float16, False), (80, torch.bfloat16, True), (90, torch.float32, False), (120, torch.float32, False),
     ],
 )  # fmt: skip
 def test_other_dtypes_and_mxfp4_compile_and_fit(arch: int, dtype: torch.dtype, mx: bool) -> None:
     """The smallest tile: they differ from the others in the decoder only."""
     linear(chosen(configs.linear_config, arch, dtype)[0], arch, dtype, mx)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_fp16_with_mxfp4_is_multiplied_by_the_matrix_units_in_tf32(product: str, arch: int) -> None:
+    """… from fp16 rows, in the tile of fp32."""
+    build_product, choose = PRODUCTS[product]
+    tile = choose(1, product_dtype(torch.float16, 32), SHARED_MEMORY[arch])
+    ptx = build_product(tile, arch, torch.float16, True).asm["ptx"]
+    assert "m16n8k8.row.col.f32.tf32.tf32.f32" in ptx and "f32.bf16" not in ptx
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])

@@ -77,10 +77,10 @@ library: addmm""",
 
 @pytest.fixture(scope="module")
 def small() -> dict[torch.dtype, tuple[Graph, Graph]]:
-    """Graphs of a small layer with biases; in bf16 the number of tokens is symbolic."""
+    """Graphs of a small layer with biases; in bf16 the number of tokens is symbolic, in fp16 weights are MXFP4."""
     made = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        block, inputs = block_and_inputs(t=6, k=2, e=3, h=64, i=32, dtype=dtype, bias=True)
+    for dtype, fmt in ((torch.float32, "nvfp4"), (torch.bfloat16, "nvfp4"), (torch.float16, "mxfp4")):
+        block, inputs = block_and_inputs(t=6, k=2, e=3, h=64, i=32, dtype=dtype, fmt=fmt, bias=True)
         for token_side in inputs[:2]:
             if dtype == torch.bfloat16 and token_side is not None:
                 torch._dynamo.mark_dynamic(token_side, 0)

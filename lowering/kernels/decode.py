@@ -4,6 +4,8 @@ A code's bits, moved to the top of a pattern, read as e2m1 · 2^-126 (bf16, fp32
 and subnormals included, so that one multiplication by a lifted scale finishes the job. An e4m3 scale lifted by the
 whole 2^126 would overflow, so the tile is left smaller by `unit` = 2^7, which the launcher folds into the fp32 global
 scale. No float8 type appears: sm_80 has none.
+
+fp16 holds neither MXFP4's large scales nor its small ones (2^-127 … 2^127): such tiles are fp32, and exact.
 """
 
 import triton
@@ -30,14 +32,19 @@ def block_scale(byte, MX: tl.constexpr):
 
 @triton.jit
 def lifted_scale(byte, DTYPE: tl.constexpr, MX: tl.constexpr):
-    """Block scales (uint8 tile) as DTYPE, lifted so that `decode_pair` needs one multiplication for NVFP4."""
+    """Block scales (uint8 tile) lifted so that `decode_pair` needs one multiplication for NVFP4.
+
+    They come as DTYPE, or as fp32 where that is fp16 and the weight is MXFP4; the tile's dtype is theirs.
+    """
     scale = block_scale(byte, MX)
-    if not MX:
-        if DTYPE == tl.float16:
-            scale = scale * 128.0  # 2^(14 - 7)
-        else:
-            scale = scale * 6.646139978924579e35  # 2^(126 - 7)
-    return scale.to(DTYPE)
+    if MX:
+        if DTYPE != tl.float16:
+            scale = scale.to(DTYPE)
+    elif DTYPE == tl.float16:
+        scale = (scale * 128.0).to(DTYPE)  # 2^(14 - 7)
+    else:
+        scale = (scale * 6.646139978924579e35).to(DTYPE)  # 2^(126 - 7)
+    return scale
 
 
 @triton.jit
@@ -108,9 +115,8 @@ def _as_half(sign, magnitude, DTYPE: tl.constexpr, MX: tl.constexpr):
         if MX:
             value = value * 8.507059173023462e37  # 2^126
     else:
+        tl.static_assert(not MX, "fp16 cannot hold MXFP4's scales")
         value = (sign | (magnitude << 9)).to(tl.float16, bitcast=True)
-        if MX:
-            value = value * 16384.0
     return value
 
 

@@ -3,7 +3,7 @@
 `x` comes in the order that `shrink.py` writes: routed rows, all even columns in the first half and all odd ones in the
 second, each half padded with zeros to a multiple of the tile. Then the low nibbles of a tile of bytes meet one x tile
 and the high nibbles another, and nothing is ever interleaved. A linear product's rows may have a scale each (4-bit
-rows, see `rows.py`).
+rows, see `rows.py`). Rows are multiplied in the decoded tile's dtype, which is theirs but for fp16 with MXFP4.
 """
 
 import triton
@@ -107,9 +107,9 @@ def linear_tile(
         x_even = _rows_tile(x, row, end, byte, X_WIDTH, TOKENS, BYTES, TMA)
         x_odd = _rows_tile(x, row, end, X_WIDTH // 2 + byte, X_WIDTH, TOKENS, BYTES, TMA)
         scale = spread(lifted_scale(block, DTYPE, MX), OUTPUTS, BYTES // HALF_B, HALF_B)
-        low, high = decode_pair(packed, scale, DTYPE, MX, PACKED_ASM)
-        acc = tl.dot(low, tl.trans(x_even), acc, input_precision=PRECISION)
-        acc = tl.dot(high, tl.trans(x_odd), acc, input_precision=PRECISION)
+        low, high = decode_pair(packed, scale, scale.dtype, MX, PACKED_ASM)
+        acc = tl.dot(low, tl.trans(x_even.to(low.dtype)), acc, input_precision=PRECISION)
+        acc = tl.dot(high, tl.trans(x_odd.to(high.dtype)), acc, input_precision=PRECISION)
         if WGMMA:
             acc = settled(acc)
     rows = row + tl.arange(0, TOKENS)
@@ -159,7 +159,8 @@ def _dgrad_half(
         block = tl.load(scales + weight_row * (C // B) + blocks[None, :], mask=scales_mask, other=0)
         gy_tile = _rows_tile(gy, row, end, n0, N, TOKENS, DEPTH, TMA)
         scale = spread(lifted_scale(block, DTYPE, MX), DEPTH, BYTES // HALF_B, HALF_B)
-        low, high = decode_pair(packed, scale, DTYPE, MX, PACKED_ASM)
+        low, high = decode_pair(packed, scale, scale.dtype, MX, PACKED_ASM)
+        gy_tile = gy_tile.to(low.dtype)
         acc_even = tl.dot(gy_tile, low, acc_even, input_precision=PRECISION)
         acc_odd = tl.dot(gy_tile, high, acc_odd, input_precision=PRECISION)
     return acc_even, acc_odd

@@ -35,6 +35,7 @@ def decode_slice(
         scales + weight_row[:, None] * (C // B) + blocks[None, :], mask=inside & (blocks < C // B)[None, :], other=0
     )
     scale = spread(lifted_scale(block, DTYPE, MX), ROWS, BYTES // HALF_B, HALF_B)
+    tl.static_assert(scale.dtype == DTYPE, "decoded weights of this format do not fit the scratch's dtype")
     low, high = decode_pair(packed, scale, DTYPE, MX, PACKED_ASM)
     c = 2 * column + tl.arange(0, 2 * BYTES)
     where = (expert.to(tl.int64) * rows + row)[:, None] * (2 * bytes_) + c[None, :]
