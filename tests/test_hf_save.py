@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from test_checkpoint_save import differing, stored_as
 from test_hf_pretrained import gpt_oss_mxfp4
 from transformers import AutoModel, PreTrainedModel
 
-from torch_nvfp4.checkpoint import CheckpointError, open_checkpoint
+from torch_nvfp4 import set_numerics
+from torch_nvfp4.checkpoint import CheckpointError, open_checkpoint, use_input_scales
 from torch_nvfp4.hf import PackedConfig, pack_on_load, quantize_experts, save_packed
 from torch_nvfp4.lora import add_lora
+from torch_nvfp4.nn import NVFP4Experts
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -190,3 +193,32 @@ def test_adapters_are_saved_by_themselves(tmp_path: Path) -> None:
     added.save_pretrained(tmp_path / "added")
     assert json.loads((tmp_path / "added" / "adapter_config.json").read_text())["r"] == 2
     assert not (tmp_path / "added" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("way", ["save_pretrained", "save_packed"])
+def test_saving_tells_of_numerics_that_are_not_saved(way: str, tmp_path: Path) -> None:
+    """Once, and only where there are some."""
+    model = load(GOLDEN / QWEN)
+
+    def told(folder: str) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            if way == "save_packed":
+                save_packed(model, tmp_path / folder)
+            else:
+                model.save_pretrained(tmp_path / folder)
+        return [str(warning.message) for warning in found if "set_numerics" in str(warning.message)]
+
+    assert told("default") == []
+    count = set_numerics(model, compute="w4a4", merge_aware=True)
+    assert told("changed") == [
+        f"{count} of {count} packed modules compute w4a4, merge-aware, which a packed checkpoint does not hold: loaded "
+        "again they are w4a16 and not merge-aware. After loading call "
+        'torch_nvfp4.set_numerics(model, compute="w4a4", merge_aware=True)'
+    ]
+    assert {m.compute for m in load(tmp_path / "changed").modules() if isinstance(m, NVFP4Experts)} == {"w4a16"}
+    set_numerics(model, merge_aware=False)
+    use_input_scales(model)
+    (text,) = told("calibrated")
+    assert f"{count} packed modules compute w4a4, calibrated, which" in text
+    assert text.endswith('set_numerics(model, compute="w4a4"), then torch_nvfp4.checkpoint.use_input_scales(model)')

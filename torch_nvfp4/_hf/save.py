@@ -16,7 +16,7 @@ from .. import checkpoint as packed_checkpoint
 from .._lora.sites import stock_layout_of
 from ..checkpoint import Checkpoint, Written
 from ..checkpoint.forms import Form, default_roles, numbered_form
-from ..checkpoint.save import FORM, Naming, declare_packed, find_packed
+from ..checkpoint.save import FORM, Naming, declare_packed, find_packed, tell_of_numerics
 from ..checkpoint.write import SHARD_BYTES
 from ..nn import NVFP4Experts
 
@@ -31,7 +31,8 @@ def save_packed(
     Unlike `save_pretrained` it goes layer by layer, gives the folder its name only when it is whole, and lets choose
     the layout: "modelopt", "compressed-tensors" or "mxfp4" (gpt-oss's own, for MXFP4 experts); None for the one that
     the model was loaded from, "modelopt" if it was packed here.
-    CheckpointError as `torch_nvfp4.checkpoint.save_packed`, among others for a model with adapters.
+    CheckpointError as `torch_nvfp4.checkpoint.save_packed`, among others for a model with adapters. UserWarning
+    where packed modules compute otherwise than they will when loaded.
     """
     model.config.architectures = [type(model).__name__]
     model.config.dtype = model.dtype
@@ -53,9 +54,10 @@ def state_dict_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """What `save_pretrained` is to write, before it turns the model's names into those of files.
 
     The model's config then declares what is written. Packed weights are copied, to the CPU: transformers would clone
-    parts of one tensor where they are.
+    parts of one tensor where they are. UserWarning as `save_packed`.
     """
     packed = find_packed(model, None, model.config.to_dict(), {})
+    tell_of_numerics(packed)
     state = packed.plain(model)
     quantization: Any = model.config.quantization_config
     quantization.declared = declare_packed(packed, _declared(model), renaming(model)(state))

@@ -1,5 +1,6 @@
 """A model with packed modules -> a checkpoint's folder, a layer at a time."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,10 +75,11 @@ def save_packed(
     shard_bytes: the most that a file holds.
     CheckpointError for a model without packed modules, with adapters (they have files of their own), or with weights
     that the layout cannot hold as they are, and for a folder that exists and is not empty. It has its name only when it
-    is whole.
+    is whole. UserWarning where packed modules compute otherwise than they will when loaded.
     """
     naming = naming or Naming()
     packed = find_packed(model, layout, config, naming.forms)
+    tell_of_numerics(packed)
     plain = packed.plain(model) if naming.plain is None else naming.plain
     with FolderWriter(Path(folder), shard_bytes) as writer:
         for path in packed.modules:
@@ -118,6 +120,24 @@ def find_packed(
     targets = {path: retarget(path, form, layout, format, config) for path, form in sources.items()}
     inexact = sum(_count_inexact(_weights(module), targets[path]) for path, module in modules.items())
     return PackedModules(modules, targets, layout, format, inexact)
+
+
+def tell_of_numerics(packed: PackedModules) -> None:
+    """Warn of settings that are not the defaults (see `set_numerics`): no packed checkpoint holds them."""
+    changed = [module for module in packed.modules.values() if module._numerics_repr()]
+    if not changed:
+        return
+    words = dict.fromkeys(word for module in changed for word in module._numerics_repr().split(", ") if word)
+    modes = sorted({module.compute for module in changed} - {"w4a16"})
+    again = [f'compute="{mode}"' for mode in modes]
+    again += ["merge_aware=True"] if any(module.merge_aware for module in changed) else []
+    then = ", then torch_nvfp4.checkpoint.use_input_scales(model)" if "calibrated" in words else ""
+    warnings.warn(
+        f"{len(changed)} of {len(packed.modules)} packed modules compute {', '.join(words)}, which a packed checkpoint "
+        "does not hold: loaded again they are w4a16 and not merge-aware. After loading call "
+        f"torch_nvfp4.set_numerics(model, {', '.join(again)}){then}",
+        stacklevel=3,
+    )
 
 
 def declare_packed(packed: PackedModules, declared: Any, plain: Mapping[str, Tensor]) -> dict[str, Any]:
