@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,6 +117,12 @@ def assert_same_model(found: nn.Module, expected: nn.Module, *, tolerance: float
             assert (parameter.grad is None) == (truth.grad is None), name
             if truth.grad is not None:
                 close(whole(parameter.grad), truth.grad, tolerance, f"gradient of {name}")
+
+
+def assert_stamped_without_base(found: Path, one: Path) -> None:
+    """No rank has the whole of the weights that an adapter is trained on, and a part has another digest."""
+    ours, theirs = (json.loads((path / "adapter_config.json").read_text())["torch_nvfp4"] for path in (found, one))
+    assert theirs.pop("base") and ours == theirs and ours["merge_aware"]
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float, name: str = "") -> None:

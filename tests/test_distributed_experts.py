@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from safetensors.torch import load_file
-from sharded_models import close, language_loss, language_model, of_rank, sequences, whole
+from sharded_models import assert_stamped_without_base, close, language_loss, language_model, of_rank, sequences, whole
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +25,7 @@ from torch_nvfp4.distributed import (
     shard_layers,
     whole_adapters,
 )
+from torch_nvfp4.nn import set_numerics
 
 
 def _same(
@@ -250,6 +251,8 @@ def _saved(adapters: str, folder: str) -> None:
     mesh = ep.mesh_of(2)
     model, one = (language_model(adapters, num_experts=6) for _ in range(2))
     parallelize_experts(model, mesh)
+    for given in (model, one):
+        set_numerics(given, merge_aware=True)
     before = [parameter.data_ptr() for parameter in model.parameters()]
     if adapters == "own":
         with pytest.raises(ValueError, match="save within torch_nvfp4.distributed.whole_adapters"):
@@ -271,6 +274,7 @@ def test_adapters_are_saved_whole(two: Ranks, adapters: str, tmp_path: Path) -> 
     split, one = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("split", "one"))
     assert split.keys() == one.keys()
     assert all(torch.equal(split[key], one[key]) for key in one)
+    assert_stamped_without_base(tmp_path / "split", tmp_path / "one")
 
 
 def _saved_sharded(adapters: str, folder: str) -> None:
@@ -281,6 +285,8 @@ def _saved_sharded(adapters: str, folder: str) -> None:
     for module in experts_modules(model).values():
         fully_shard(module, mesh=mesh["dp"])
     shard_layers(model, mesh["dp", "ep"]._flatten("everyone"))
+    for given in (model, one):
+        set_numerics(given, merge_aware=True)
     before = list(model.parameters())
     with torch.no_grad():
         loss = language_loss(model, of_rank(sequences()))  # what FSDP2 leaves gathered is not what trains
@@ -312,3 +318,4 @@ def test_sharded_adapters_are_saved_and_loaded_whole(four: Ranks, adapters: str,
     split, one = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("split", "one"))
     assert split.keys() == one.keys()
     assert all(torch.equal(split[key], one[key]) for key in one)
+    assert_stamped_without_base(tmp_path / "split", tmp_path / "one")

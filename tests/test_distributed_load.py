@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import modelopt
 from packed_models import COMPRESSED, W123, Style, export, make_stock
 from peft import LoraConfig, get_peft_model
 from ranks import Ranks
-from sharded_models import assert_same_model, language_loss, of_rank, sequences, whole
-from torch import nn
+from sharded_models import assert_same_model, close, language_loss, of_rank, sequences, whole
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from torch_nvfp4 import lora
+from torch_nvfp4.checkpoint import PackedWeight, use_input_scales
 from torch_nvfp4.checkpoint.files import Reader
 from torch_nvfp4.distributed import (
     ParallelExperts,
@@ -29,8 +31,15 @@ from torch_nvfp4.distributed import (
 from torch_nvfp4.distributed.load import empty_model, load_shards
 from torch_nvfp4.nn import NVFP4Experts
 
+
+def calibrated(stem: str, packed: PackedWeight) -> dict[str, Tensor]:
+    """With a scale of its activations."""
+    largest = torch.tensor(0.002 + 1e-5 * float(packed.codes.float().mean()))
+    return modelopt(stem, packed) | {f"{stem}.input_scale": largest}
+
+
 STYLES = {
-    "mixtral": Style(renames=W123),
+    "mixtral": Style(write=calibrated, renames=W123),
     "deepseek_v3": Style(**COMPRESSED),
     "gpt_oss": Style(),
     "glm_moe_dsa": Style(),  # a layer of it cannot stay packed
@@ -134,6 +143,38 @@ def test_each_rank_reads_its_own_experts(four: Ranks, folders: dict[str, str], a
     model = empty_model(folders[architecture])
     experts = sum(p.nbytes for m in model.modules() if isinstance(m, NVFP4Experts) for p in m.parameters())
     assert four.run(_own_experts, folders[architecture]) == [(experts / 2, experts / 4)] * 4
+
+
+def _scales_of_activations(folder: str) -> None:
+    """Calibrated ones, put to use before the model has memory or afterwards."""
+    one, ids = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), sequences()
+    plain = one(input_ids=ids).logits
+    use_input_scales(one)
+    truth = one(input_ids=ids).logits
+    assert (truth - plain).abs().max() > 1e-2 * plain.abs().max()
+    for split in (False, True):
+        for before in (True, False):
+            model = empty_model(folder, dtype=torch.float32)
+            if before:
+                use_input_scales(model)
+            if split:
+                parallelize_experts(model, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+            else:
+                shard_layers(model)
+            load_shards(model)
+            if not before:
+                use_input_scales(model)
+            found, expected = (
+                {name: buffer for name, buffer in m.named_buffers() if name.endswith("input_scale")}
+                for m in (model, one)
+            )
+            assert found.keys() == expected.keys() and len({int(scale) for scale in found.values()}) > 2
+            assert all(torch.equal(scale, expected[name]) for name, scale in found.items())
+            close(model(input_ids=ids).logits.detach(), truth.detach(), 1e-3 if split else 0.0)
+
+
+def test_scales_of_activations_are_those_of_a_whole_model(two: Ranks, folders: dict[str, str]) -> None:
+    two.run(_scales_of_activations, folders["mixtral"])
 
 
 def _train(folder: str, adapters: str) -> None:

@@ -11,21 +11,31 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from expert_parallel import mesh_of
 from hf_models import randomize_adapters
 from ranks import Ranks
-from sharded_models import assert_same_model, language_loss, language_model, of_rank, sequences
+from sharded_models import (
+    assert_same_model,
+    assert_stamped_without_base,
+    language_loss,
+    language_model,
+    of_rank,
+    sequences,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_nvfp4 import lora
 from torch_nvfp4._lora.sharded import whole
-from torch_nvfp4.distributed import shard_layers
+from torch_nvfp4.distributed import parallelize_experts, shard_layers, whole_adapters
+from torch_nvfp4.nn import NVFP4Experts, set_numerics
 
 TARGETS = ("experts", "q_proj", "o_proj")
 
@@ -38,6 +48,7 @@ def _logits(model: Any) -> torch.Tensor:
 def _adapter(folder: str) -> None:
     """Saved by all, loaded by all, and off where asked."""
     one = language_model()
+    set_numerics(one, merge_aware=True)
     sharded = copy.deepcopy(one)
     shard_layers(sharded)
     state = lora.adapter_state_dict(one)
@@ -46,6 +57,7 @@ def _adapter(folder: str) -> None:
     lora.save_adapter(sharded, folder)
     dist.barrier()
     other = language_model()
+    set_numerics(other, merge_aware=True)
     for parameter in other.parameters():
         if parameter.requires_grad:
             parameter.detach().zero_()
@@ -66,6 +78,9 @@ def _adapter(folder: str) -> None:
 def test_adapters_of_a_sharded_model(four: Ranks, tmp_path: Path) -> None:
     four.run(_adapter, str(tmp_path))
     model = language_model()
+    set_numerics(model, merge_aware=True)
+    lora.save_adapter(model, tmp_path / "one")
+    assert_stamped_without_base(tmp_path, tmp_path / "one")
     expected = lora.adapter_state_dict(model)
     randomize_adapters(model, std=1.0)
     lora.load_adapter(model, tmp_path)
@@ -168,6 +183,7 @@ def test_saved_on_four_and_resumed_on_two(four: Ranks, two: Ranks, tmp_path: Pat
 
 def _save_peft(folder: str) -> None:
     model: Any = language_model("peft")
+    set_numerics(model, merge_aware=True)
     shard_layers(model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     state = get_model_state_dict(model, options=options)
@@ -180,6 +196,63 @@ def test_peft_saves_a_sharded_model(two: Ranks, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     two.run(_save_peft, str(tmp_path / "sharded"))
-    language_model("peft").save_pretrained(tmp_path / "one")
+    one: Any = language_model("peft")
+    set_numerics(one, merge_aware=True)
+    one.save_pretrained(tmp_path / "one")
+    assert_stamped_without_base(tmp_path / "sharded", tmp_path / "one")
     found, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("sharded", "one"))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def _split(**changes: Any) -> Any:
+    model = language_model(num_experts=6, **changes)
+    parallelize_experts(model, mesh_of(2))
+    return model
+
+
+def _state_of_a_share(folder: str) -> None:
+    """It has the names of the whole and says whose it is: it loads where it came from, and nowhere else."""
+    rank, whole_model, model = dist.get_rank(), language_model(num_experts=6), _split()
+    state = model.state_dict()
+    assert state.keys() == whole_model.state_dict().keys()
+    torch.save(state, f"{folder}/{rank}.pt")
+    dist.barrier()
+    same, other = _split(), torch.load(f"{folder}/{1 - rank}.pt")
+    randomize_adapters(same, std=1.0)
+    same.load_state_dict(torch.load(f"{folder}/{rank}.pt"))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in same.state_dict().items())
+    mine, theirs = ("experts 0 to 2 of 6", "experts 3 to 5 of 6")[:: 1 - 2 * rank]
+    with pytest.raises(RuntimeError, match=f"has {theirs}, and this module holds {mine}: the state dict of split"):
+        same.load_state_dict(other)
+    with pytest.raises(RuntimeError, match=f"has {mine}, and this module holds all 6 experts"):
+        whole_model.load_state_dict(state, strict=False)
+    with pytest.raises(RuntimeError, match=f"has all 6 experts, and this module holds {mine}"):
+        same.load_state_dict(whole_model.state_dict())
+    layer = model.model.layers[0].mlp.experts
+    small = NVFP4Experts(3, layer.hidden_size, layer.intermediate_size)
+    with pytest.raises(RuntimeError, match="this module holds all 3 experts"):
+        small.load_state_dict(layer.state_dict(), strict=False)
+    with whole_adapters(model):
+        adapters = model.state_dict()
+    for name in [name for name in adapters if "lora" not in name]:
+        del adapters[name]
+    randomize_adapters(whole_model, std=1.0)
+    whole_model.load_state_dict(adapters, strict=False)
+    randomize_adapters(same, std=1.0)
+    with whole_adapters(same):
+        same.load_state_dict(adapters, strict=False)
+    assert_same_model(whole_model, language_model(num_experts=6), grads=False)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in same.state_dict().items())
+
+    with whole_adapters(model):
+        dcp.save({"model": get_model_state_dict(model, options=_ADAPTERS)}, checkpoint_id=f"{folder}/dcp")
+    randomize_adapters(same, std=1.0)
+    with whole_adapters(same):
+        of_all = get_model_state_dict(same, options=_ADAPTERS)
+        dcp.load({"model": of_all}, checkpoint_id=f"{folder}/dcp")
+        set_model_state_dict(same, of_all, options=StateDictOptions(ignore_frozen_params=True, strict=False))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in same.state_dict().items())
+
+
+def test_a_share_loads_where_it_came_from(two: Ranks, tmp_path: Path) -> None:
+    two.run(_state_of_a_share, str(tmp_path))

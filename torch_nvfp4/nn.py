@@ -7,11 +7,12 @@ fp32 global scales as the int32 of the same bits) and viewed as what they are at
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ._held import KEY, Held, not_these, note
 from .format import dequantize, get_format, quantize
 from .ops.validation import ACTIVATIONS, COMPUTE_MODES, is_gated
 
@@ -107,7 +108,9 @@ class _Numerics:
         made = [None if scale is None else _input_scale(scale) for scale in scales]
         for product, scale in zip(self._products, made, strict=True):
             codes: Tensor = getattr(self, f"{product}codes" if product else "weight_codes")
-            setattr(self, f"{product}input_scale", None if scale is None else scale.to(codes.device))
+            if scale is not None and not codes.is_meta:  # a model without memory keeps the value until it has some
+                scale = scale.to(codes.device)
+            setattr(self, f"{product}input_scale", scale)
 
     def _input_scales(self) -> list[Tensor | None]:
         """As the ops take them: none unless activations are 4-bit."""
@@ -334,6 +337,26 @@ class NVFP4Experts(_Numerics, nn.Module):
     def dequantize(self, projection: ProjectionName, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The frozen weight of all experts as a dense `[E, N, C]`; for export and inspection, never used to train."""
         return dequantize(*self.packed(projection), dtype)
+
+    @property
+    def experts_held(self) -> Held:
+        """(first, count, E): which of the layer's experts these packed weights are; all, unless they are split."""
+        return 0, self.num_experts, self.num_experts
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        note(destination, prefix, self.experts_held)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any],
+        strict: bool, missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        if text := not_these(self, self.experts_held, state_dict, prefix, local_metadata.get(KEY)):
+            error_msgs.append(text)
+        else:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
 
     @property
     def packed_bytes(self) -> int:

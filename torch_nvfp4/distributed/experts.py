@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._held import Held
 from ..nn import PROJECTIONS, LoRAFactors, NVFP4Experts, ProjectionName
 from .exchange import Capacity, arrive, bounded, exact, exchange, merge, scale_gradient, settled, take
 
@@ -56,6 +57,11 @@ class ParallelExperts(NVFP4Experts):
     def holds_a_share(self) -> bool:
         """Whether the LoRA factors are those of this rank's experts alone; not so within `whole_adapters`."""
         return self.num_experts < self.share.experts * self.share.ranks
+
+    @property
+    def experts_held(self) -> Held:
+        share = self.share
+        return share.first, share.experts, share.experts * share.ranks
 
     def _run(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, lora: Mapping[ProjectionName, LoRAFactors] | None

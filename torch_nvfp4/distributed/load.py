@@ -242,6 +242,8 @@ def _fill_buffers(model: nn.Module, device: torch.device) -> None:
         module.__dict__["_is_hf_initialized"] = not any(buffer.is_meta for buffer in module.buffers(recurse=False))
         for leaf, buffer in list(module.named_buffers(recurse=False)):
             if not buffer.is_meta:
+                if leaf.endswith("input_scale"):  # set while the module had no memory
+                    module._buffers[leaf] = buffer.to(device)
                 continue
             value = torch.empty_like(buffer, device=device)
             if isinstance(module, ParallelExperts) and leaf == "lost":
