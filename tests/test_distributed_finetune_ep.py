@@ -98,8 +98,13 @@ def _together(ranks: Ranks, *configs: FinetuneConfig) -> list[Losses]:
     return losses
 
 
+# Merge-aware weights are rounded to 4 bits: a factor's last bit may move one of them, and AdamW what follows from it.
+ADAPTERS, LOSSES = {"clipped": 1e-5, "chats": 5e-3}, {"clipped": 1e-6, "chats": 1e-5}
+
+
 def _assert_same(found: Path, expected: Path) -> None:
     """The same files with the same numbers: adapters, and the moments in checkpoints."""
+    tolerance = ADAPTERS[found.name.split("-")[0]]
     moments = [str(path.relative_to(expected)) for path in expected.glob("checkpoint-*/training.safetensors")]
     assert len(moments) == 2
     for name in ("adapter_model.safetensors", *moments):
@@ -108,7 +113,7 @@ def _assert_same(found: Path, expected: Path) -> None:
         for key, tensor in ours.items():
             if not key.startswith("rng/"):
                 assert tensor.shape == theirs[key].shape, key
-                assert (tensor - theirs[key]).norm() <= 1e-5 * theirs[key].norm(), key
+                assert (tensor - theirs[key]).norm() <= tolerance * theirs[key].norm(), key
 
 
 def _from(folder: Path, finished: str, output: str, step: int = 2) -> None:
@@ -128,7 +133,7 @@ def test_any_layout_gives_what_one_process_gives(
     found = _together(four, *(_config(folder, name, name.split("-")[0], **flags) for name, flags in layouts.items()))
     for name, losses in zip(layouts, found, strict=True):
         kind = name.split("-")[0]
-        assert losses == pytest.approx(alone[kind], rel=1e-6), name
+        assert losses == pytest.approx(alone[kind], rel=LOSSES[kind]), name
         _assert_same(folder / name, folder / f"one-{kind}")
 
     _from(folder, "clipped-4", "clipped-4-to-1")
@@ -156,7 +161,8 @@ def _compiled(configs: Sequence[FinetuneConfig], ports: Sequence[int]) -> list[L
     for config, port in zip(configs, ports, strict=True):
         torch._dynamo.reset()
         losses += _runs([config], [port])
-        breaks = [reason for reason in counters["graph_break"] if "_local_scalar_dense" in reason]
+        # where experts are sharded apart from their layer, FSDP2's hooks about them are not traced
+        breaks = [reason for reason in counters["graph_break"] if not (config.ep and "`disable`" in reason)]
         assert counters["stats"]["unique_graphs"] > 0 and not breaks, counters
         counters.clear()
     return losses

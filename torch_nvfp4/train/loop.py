@@ -146,7 +146,9 @@ def _prepare_sharded(
         if config.gradient_checkpointing:
             _checkpoint_layers(model)
 
-    compile = compile and config.compile == "on"  # transformers' hooks break a layer's graph: gains are not measured
+    if compile and config.compile == "auto":  # it may fail on one rank, whom the others would wait for; not measured
+        compile = False
+        console.print("several processes run eager; --compile on compiles layer by layer", highlight=False)
     loaded = load_sharded(config, description, ranks, device, adapt)
     model: Any = loaded.model
     fingerprint = config.fingerprint() | {"model": loaded.digest, "text": data.text_hash}

@@ -15,13 +15,14 @@ def write_plot(progress: Progress, path: Path) -> None:
     axes = figure.add_subplot()
     axes.plot(*_columns(progress.train_losses), linewidth=1, alpha=0.7, label="training text")
     axes.plot(*_columns(progress.eval_losses), "o-", markersize=4, label="held-out text")
-    axes.axhline(
-        progress.base_loss,
-        color="black",
-        linestyle="--",
-        linewidth=1,
-        label=f"base, held-out: {progress.base_loss:.3f}",
-    )
+    if progress.base_loss != progress.quantized_loss:
+        axes.axhline(
+            progress.base_loss,
+            color="black",
+            linestyle="--",
+            linewidth=1,
+            label=f"base, held-out: {progress.base_loss:.3f}",
+        )
     axes.axhline(
         progress.quantized_loss,
         color="tab:red",

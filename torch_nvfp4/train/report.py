@@ -18,7 +18,8 @@ class FinetuneResult:
     """What a fine-tune ended with. Losses are mean cross-entropy per token in nat, on the held-out split.
 
     Attributes:
-        base_loss, quantized_loss: before and after quantising the experts, before training.
+        base_loss, quantized_loss: before and after quantising the experts, before training. Both are the latter where
+            the experts were packed already, or by each of several processes before the first loss.
         final_loss: with the trained adapters.
         expert_adapters_zeroed_loss: with the adapters of the experts alone switched off.
         steps: optimiser steps, resumed ones included.
@@ -85,8 +86,7 @@ def print_summary(console: Console, result: FinetuneResult) -> None:
     table = _table("result", "")
     tuned = "fine-tuned" if result.unmerged_loss is None else "fine-tuned, as merged"
     losses = [
-        ("base", result.base_loss, None),
-        ("base, experts quantised", result.quantized_loss, result.base_loss),
+        *_base_rows(result),
         (tuned, result.final_loss, result.quantized_loss),
         ("fine-tuned, expert adapters off", result.expert_adapters_zeroed_loss, result.final_loss),
     ]
@@ -106,6 +106,15 @@ def print_summary(console: Console, result: FinetuneResult) -> None:
     if result.plot_path:
         table.add_row("plot", str(result.plot_path))
     console.print(table)
+
+
+def _base_rows(result: FinetuneResult) -> list[tuple[str, float, float | None]]:
+    if result.base_loss == result.quantized_loss:  # packed before the first loss was measured
+        return [("base, experts packed", result.quantized_loss, None)]
+    return [
+        ("base", result.base_loss, None),
+        ("base, experts quantised", result.quantized_loss, result.base_loss),
+    ]
 
 
 def _table(first: str, second: str) -> Table:
