@@ -17,7 +17,7 @@ POINTERS = dict(
     codes="*u8", scales="*u8", global_scale="*fp32", lora_a="*fp32", lora_b="*fp32", factor="*fp32", bias="*fp32",
     offsets="*i32", slots="*i32", gy_slots="*i32", narrow_slots="*i32", wide_slots="*i32", slot_weights="*fp32",
     rows="*i32", inverse="*i32", counts="*i32", ids="*i64", gw="*fp32", scaling="fp32", partial="*i32",
-    row_scale="*fp32", moved_scale="*fp32",
+    row_scale="*fp32", moved_scale="*fp32", input_scale="*fp32",
 )  # fmt: skip
 ACTIVATIONS = ("x", "gy", "u", "v", "y", "gx", "pre", "gpre", "gh", "h", "out", "narrow", "wide")
 POINTER_TO = {tl.bfloat16: "*bf16", tl.float16: "*fp16", tl.float32: "*fp32"}
