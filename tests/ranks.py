@@ -17,7 +17,10 @@ from types import TracebackType
 from typing import Any
 
 TIMEOUT_S = 120
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch_nvfp4", "torch_nvfp4.hf", "transformers", "peft"]
+_PRELOAD = [
+    "torch", "torch.distributed.fsdp", "torch_nvfp4", "torch_nvfp4.hf", "transformers", "transformers.trainer", "peft",
+    "torch._functorch.aot_autograd", "torch._inductor.compile_fx",
+]  # fmt: skip
 
 
 def free_port() -> int:

@@ -213,8 +213,8 @@ def _compiled(num_experts: int) -> None:
     assert_same_model(model, one)
 
 
-def test_layers_compiled_one_by_one(four: Ranks) -> None:
-    four.run(_compiled, 5)
+def test_layers_compiled_one_by_one(two: Ranks) -> None:
+    two.run(_compiled, 5)
 
 
 def _compiled_language_model(architecture: str, adapters: str) -> None:
