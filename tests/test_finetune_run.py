@@ -73,6 +73,7 @@ def test_a_packed_checkpoint_trains_like_the_dense_one(folder: Path, trained: tu
     quantize_folder(folder / "base", folder / "packed", share_gate_up=False)  # as quantising in memory does it
     packed, printed = run(folder, folder / "trained_packed", model=str(folder / "packed"))
     assert "held-out loss of the base, whose experts are packed" in printed
+    assert "held-out loss: base, experts packed" in printed and "experts quantised" not in printed
     assert packed.base_loss == packed.quantized_loss == dense.quantized_loss
     assert packed.experts_bytes_after == dense.experts_bytes_after
     assert packed.final_loss == dense.final_loss
