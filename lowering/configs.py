@@ -64,28 +64,35 @@ DGRAD_FP32 = DgradConfig(32, 16, 32, 2, 4)
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """The warp-specialised product: TOKENS rows a tile, from `least_rows` an expert on; its ring and its consumers.
+    """The warp-specialised product: TOKENS rows a tile, its ring and its consumers; for `least_rows` an expert and up,
+    and contractions of `least_depth` and up.
 
-    So many programs a processor; `registers` of a thread as launched, of which consumers take what the producer leaves.
+    So many programs a processor; `registers` of a thread as launched, of which consumers take what the others leave.
     """
 
     tokens: int
     least_rows: int
+    least_depth: int
     stages: int
     warps: int
     programs: int
     registers: int
 
+    @property
+    def half_tiles(self) -> bool:
+        """Whether an expert's last tile may be multiplied with half of its rows: smaller ones wait for memory."""
+        return self.tokens >= 64
 
-# 256 tokens × 8 warps decode half as often for a product, but round more rows up. dgrad's scales are decoded for every
-# row of the contraction, by both warpgroups alike, and it never gains. Small tiles wait for memory more than they
-# compute: three or four of them a processor are 12 to 17 % faster than two.
+
+# 256 tokens × 8 warps decode half as often for a product, but round more rows up, and nothing runs beside their
+# epilogue: only many rows and long sums pay. Small tiles wait for memory more than they compute: three or four of them
+# a processor are 12 to 17 % faster than two.
 HOPPER_CONFIGS = (
-    HopperConfig(256, 768, 5, 8, 1, 168),
-    HopperConfig(128, 96, 5, 4, 2, 128),
-    HopperConfig(64, 24, 8, 4, 2, 128),
-    HopperConfig(32, 12, 8, 4, 3, 80),
-    HopperConfig(16, 0, 8, 4, 4, 64),
+    HopperConfig(256, 1536, 4096, 5, 8, 1, 168),
+    HopperConfig(128, 96, 0, 5, 4, 2, 128),
+    HopperConfig(64, 24, 0, 8, 4, 2, 128),
+    HopperConfig(32, 12, 0, 8, 4, 3, 80),
+    HopperConfig(16, 0, 0, 7, 4, 4, 64),
 )
 
 
@@ -131,8 +138,6 @@ DENSE_CONFIG = DenseConfig(128, 256, 64, 4, 8)
 DECODE_TILE = (16, 128, 4)
 SCRATCH_ROWS_PER_EXPERT = 768
 """From this many rows an expert on, decoding slices beats decoding in the loop of a Triton kernel."""
-HOPPER_DGRAD_ROWS = 1536
-"""The same for the warp-specialised dgrad; the linear product is ahead at any number of rows that was measured."""
 
 SHRINK_ROWS, SHRINK_COLUMNS = 64, 128
 SHRINK_RANKS = 64
@@ -197,10 +202,9 @@ def dgrad_config(rows: int, dtype: torch.dtype, limit: int) -> DgradConfig:
     return next((c for c in fitting if c.tokens <= 2 * rows), fitting[-1])
 
 
-def hopper_config(rows: int, transposed: bool) -> HopperConfig:
-    """The tile of the warp-specialised product; every one fits a Hopper card."""
-    table = HOPPER_CONFIGS[1:] if transposed else HOPPER_CONFIGS
-    return next(c for c in table if c.least_rows <= rows)
+def hopper_config(rows: int, depth: int) -> HopperConfig:
+    """The tile of the warp-specialised product that sums over `depth`; every one fits a Hopper card."""
+    return next(c for c in HOPPER_CONFIGS if c.least_rows <= rows and c.least_depth <= depth)
 
 
 def block_scaled_config(rows: int) -> BlockScaledConfig:

@@ -258,8 +258,7 @@ def _path(
     multiplied, halves = product_dtype(x.dtype, weight.block), weight.global_scale.shape[1]
     scratch_fits = not packed and configs.use_scratch(m, e, n, halves, multiplied, x.device.index)
     if hopper.supports(weight, x, transposed=transposed):
-        many = transposed and configs.rows_per_expert(m, e) >= configs.HOPPER_DGRAD_ROWS
-        return Path.SCRATCH if scratch_fits and many else Path.HOPPER
+        return Path.HOPPER
     return Path.SCRATCH if scratch_fits else Path.LOOP
 
 

@@ -23,11 +23,12 @@ def _kernels() -> ModuleType | None:
 
 
 def supports(weight: Weight, x: Tensor, *, transposed: bool) -> bool:
-    """Whether TMA can read the codes in the kernel's boxes, whole steps make up k, and the formats have a decoder."""
+    """Whether the kernel's boxes fit codes and scales, whole steps make up k, and the formats have a decoder."""
     _, n, c = weight.sizes
     halves = weight.global_scale.shape[1]
     kinds = x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and weight.block == 16)
-    if not kinds or c % 32 or weight.codes.data_ptr() % 16 or configs.family(x.device.index) != 9:
+    aligned = weight.codes.data_ptr() % 16 == 0 and weight.scales.data_ptr() % 4 == 0
+    if not kinds or c % 64 or not aligned or configs.family(x.device.index) != 9:
         return False
     steps = n % (64 * halves) == 0 if transposed else n % 4 == 0 and n % (2 * halves) == 0
     return steps and _kernels() is not None
@@ -50,7 +51,7 @@ def product(
     out_width, depth = (c, n) if transposed else (n, c)
     if m == 0:
         return
-    config = configs.hopper_config(rows_each, transposed)
+    config = configs.hopper_config(rows_each, depth)
     tiles_m = cdiv(out_width, kernels.OUTPUTS)
     tiles = (m // config.tokens + e) * tiles_m
     programs = min(tiles, config.programs * configs.processors(x.device.index))
@@ -59,8 +60,8 @@ def product(
         kernels.x_boxes(x, config.tokens), row_scale, kernels.code_boxes(weight.codes, transposed), weight.scales,
         weight.global_scale, factor, u, bias, slots, slot_weights, offsets, out, n, out_width, u.shape[1],
         tiles, tiles_m, programs,
-        R=padded_rank(u.shape[1]), TOKENS=config.tokens, STEPS=cdiv(depth, kernels.DEPTH), STAGES=config.stages,
+        R=padded_rank(u.shape[1]), TOKENS=config.tokens, STEPS=depth // kernels.DEPTH, STAGES=config.stages,
         WARPS=config.warps, TRANSPOSED=transposed, WEIGHTED_BIAS=slots is not None,
-        RAGGED=out_width % kernels.OUTPUTS != 0, DTYPE=TRITON_DTYPE[dtype], AFTER=after, **weight.constants,
-        num_warps=config.warps, maxnreg=config.registers,
+        RAGGED=out_width % kernels.OUTPUTS != 0, DTYPE=TRITON_DTYPE[dtype], AFTER=after,
+        HALF_TILES=config.half_tiles, **weight.constants, num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip

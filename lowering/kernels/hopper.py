@@ -2,8 +2,9 @@
 
 Both are out[token, m] = sum over k of W[m, k] x[token, k] with the weight as the left operand, decoded in registers:
 for `y`, m runs over the weight's rows and k over its columns; for `gx` (TRANSPOSED) the other way round. Written in
-Gluon, because overlap is all: a producer warp keeps a ring of tiles filled by TMA, and the consumers decode half a step
-while the matrix units work on the half before. Triton itself would wait for each product (`grouped_gemm.settled`).
+Gluon, because overlap is all: one warp keeps a ring of tiles filled by TMA, another decodes block scales into it, once
+for all, and the consumers decode half a step while the matrix units work on the half before. Triton itself would wait
+for each product (`grouped_gemm.settled`).
 
 No value moves between threads. The two k that one register of the left operand pairs are nibbles four apart in a pair
 of 16-bit words (`y`), or the same nibble of two weight rows (`gx`, where `ldmatrix` transposes): the decoder leaves
@@ -11,7 +12,8 @@ every nibble where it is. For `y` this fixes the order in which k is summed, so 
 permuted (FRAGMENT order of `shrink.py`). Output rows are ordered so that a thread's lie next to each other in memory.
 
 A tile has OUTPUTS columns. With four consumer warps each thread decodes all four nibbles of its words, and two programs
-share a processor. With eight, for twice the TOKENS, each warpgroup has half of the outputs.
+share a processor. With eight, for twice the TOKENS, each warpgroup has half of the outputs. The last tile of an expert,
+where it is at most half full, multiplies with half of its rows.
 """
 
 import torch
@@ -29,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 OUTPUTS = 128
 DEPTH = 64
+WORKER_REGISTERS = gl.constexpr(40)
 _M = gl.constexpr(OUTPUTS)
 _K = gl.constexpr(DEPTH)
 
@@ -85,57 +88,47 @@ _DECODE_BF16, _DECODE_BF16_2 = gl.constexpr(_nibbles("bf16", 4)), gl.constexpr(_
 _DECODE_FP16, _DECODE_FP16_2 = gl.constexpr(_nibbles("fp16", 4)), gl.constexpr(_nibbles("fp16", 2))
 _DECODE_BF16_MX, _DECODE_BF16_MX_2 = (gl.constexpr(_nibbles("bf16", n, _MX_LIFT)) for n in (4, 2))
 
-# e4m3 bits as a half-precision pattern, NaN kept, then lifted: by 2^120 · 2^119 (bf16) or 2^15 (fp16), for the reasons
-# that `decode.lifted_scale` has.
-_E4M3 = """
-{{
-.reg .b32 b, m, n, q, s;
-prmt.b32 b, $1, $2, 0x5410;
-and.b32 m, b, 0x007F007F;
-add.u32 n, m, 0x00010001;
-and.b32 n, n, 0x00800080;
-{nan}
-shl.b32 m, m, {shift};
-or.b32 m, m, q;
-shl.b32 s, b, 8;
-and.b32 s, s, 0x80008000;
-or.b32 m, m, s;
-{lift}
-}}
-"""
+
+def _block_scales(count: int, lines: list[str]) -> str:
+    """PTX from two words of `count` scale bytes to `count` pairs of half-precision scales, byte by byte.
+
+    `lines` turn m, which holds the magnitudes of a pair, into the results $0 … (written $R); b holds the bytes' copies.
+    """
+    text = ["{", ".reg .b32 b, m, n, q, s;"]
+    for i in range(count):
+        text += [f"prmt.b32 b, ${count}, ${count + 1}, 0x{i + 4:x}{i + 4:x}{i:x}{i:x};"]
+        text += [line.replace("$R", f"${i}") for line in lines]
+    return "\n".join([*text, "}"])
 
 
-def _lifts(product: str, *factors: int) -> str:
-    """PTX: m times these pairs of powers of two, in this order, into $0."""
-    lines = [f"mov.b32 s, {factor:#x};\n{product} m, m, s;" for factor in factors]
-    return "\n".join([*lines, "mov.b32 $0, m;"])
+def _e4m3(nan: list[str], shift: int, product: str, *lifts: int) -> list[str]:
+    """e4m3 bits as a half-precision pattern, NaN kept, times powers of two (why: `decode.lifted_scale`)."""
+    pattern = ["and.b32 m, b, 0x007F007F;", "add.u32 n, m, 0x00010001;", "and.b32 n, n, 0x00800080;", *nan]
+    pattern += [f"shl.b32 m, m, {shift};", "or.b32 m, m, q;", "and.b32 s, b, 0x80008000;", "or.b32 m, m, s;"]
+    for lift in lifts:
+        pattern += [f"mov.b32 s, {lift:#x};", f"{product} m, m, s;"]
+    return [*pattern, "mov.b32 $R, m;"]
 
 
-_SCALE_BF16 = gl.constexpr(
-    _E4M3.format(
-        nan="shl.b32 q, n, 8;\nsub.u32 q, q, n;", shift=4, lift=_lifts("mul.rn.bf16x2", 0x7B807B80, 0x7B007B00)
-    )
-)
-_SCALE_FP16 = gl.constexpr(  # all ones over fp16's exponent: 0x7C00 from 0x80
-    _E4M3.format(
-        nan="shl.b32 q, n, 8;\nshl.b32 s, n, 3;\nsub.u32 q, q, s;", shift=7, lift=_lifts("mul.rn.f16x2", 0x78007800)
-    )
-)
-_SCALE_BF16_MX = gl.constexpr("""
-{
-.reg .b32 b, m, n, z;
-prmt.b32 b, $1, $2, 0x5410;
-shl.b32 m, b, 7;
-add.u32 n, b, 0x00010001;
-and.b32 n, n, 0x01000100;
-add.u32 z, b, 0x00FF00FF;
-and.b32 z, z, 0x01000100;
-xor.b32 z, z, 0x01000100;
-or.b32 n, n, z;
-shr.u32 n, n, 2;
-or.b32 $0, m, n;
-}
-""")
+# Lifted by 2^120 · 2^119 and by 2^15; fp16's NaN is all ones over its exponent, 0x7C00 from 0x80.
+E4M3_BF16 = _e4m3(["shl.b32 q, n, 8;", "sub.u32 q, q, n;"], 4, "mul.rn.bf16x2", 0x7B807B80, 0x7B007B00)
+E4M3_FP16 = _e4m3(["shl.b32 q, n, 8;", "shl.b32 s, n, 3;", "sub.u32 q, q, s;"], 7, "mul.rn.f16x2", 0x78007800)
+# e8m0 bits are bf16's exponent, but that 0 means 2^-127 and 255 NaN.
+E8M0_BF16 = [
+    "and.b32 b, b, 0x00FF00FF;",
+    "shl.b32 m, b, 7;",
+    "add.u32 n, b, 0x00010001;",
+    "and.b32 n, n, 0x01000100;",
+    "add.u32 s, b, 0x00FF00FF;",
+    "and.b32 s, s, 0x01000100;",
+    "xor.b32 s, s, 0x01000100;",
+    "or.b32 n, n, s;",
+    "shr.u32 n, n, 2;",
+    "or.b32 $R, m, n;",
+]
+_SCALE_BF16 = gl.constexpr(_block_scales(4, E4M3_BF16))
+_SCALE_FP16 = gl.constexpr(_block_scales(4, E4M3_FP16))
+_SCALE_BF16_MX = gl.constexpr(_block_scales(2, E8M0_BF16))
 
 
 @gluon.jit
@@ -242,34 +235,137 @@ def _decode_two(words, scale, shift, DTYPE: gl.constexpr, MX: gl.constexpr):
 
 
 @gluon.jit
-def _scales(byte, DTYPE: gl.constexpr, MX: gl.constexpr):
-    if DTYPE == gl.bfloat16:
-        ASM: gl.constexpr = _SCALE_BF16_MX if MX else _SCALE_BF16
-        KIND: gl.constexpr = gl.bfloat16
+def _scales(words, DTYPE: gl.constexpr, MX: gl.constexpr):
+    """A row's block scales `[rows, blocks]` from words `[rows, words]` of four of them, or of two in MXFP4."""
+    if MX:
+        a, b = gl.inline_asm_elementwise(
+            _SCALE_BF16_MX, "=r,=r,r,r", [words.to(gl.int32)], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )
+        scale = gl.join(a, b)
     else:
-        ASM: gl.constexpr = _SCALE_FP16
-        KIND: gl.constexpr = gl.float16
-    return gl.inline_asm_elementwise(ASM, "=r,r,r", [byte], dtype=KIND.value, is_pure=True, pack=2)
+        if DTYPE == gl.bfloat16:
+            ASM: gl.constexpr = _SCALE_BF16
+            KINDS: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
+        else:
+            ASM: gl.constexpr = _SCALE_FP16
+            KINDS: gl.constexpr = (gl.float16, gl.float16, gl.float16, gl.float16)
+        a, b, c, d = gl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r,r", [words], dtype=KINDS, is_pure=True, pack=2)
+        scale = gl.join(gl.join(a, c), gl.join(b, d))
+    return scale.reshape([words.shape[0], words.shape[1] * (2 if MX else 4)])
 
 
 @gluon.jit
-def _load_scales(
-    base, lane_place, register_place, inside, block, step, first, C: gl.constexpr, B: gl.constexpr,
-    STEPS: gl.constexpr, TRANSPOSED: gl.constexpr, TWO: gl.constexpr, RAGGED: gl.constexpr,
+def _decode_scales(
+    scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles, tiles_m, programs,
+    E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, TOKENS: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr,
+    AFTER: gl.constexpr,
 ):  # fmt: skip
-    """The bytes of a step's block scales, as int32: if they were packed here, the load would be waited for at once."""
-    k = _k_of_step(step, first, STEPS, TWO)
+    """Fill the ring's block scales, one warp for all consumers: loads are two steps ahead of what is decoded."""
+    MX: gl.constexpr = B == 32
+    TWO: gl.constexpr = TRANSPOSED and S == 2
+    ROWS: gl.constexpr = _K if TRANSPOSED else _M
+    WORDS: gl.constexpr = 2 if TRANSPOSED else 1
+    WORD: gl.constexpr = 2 if MX else 4
+    PER_ROW: gl.constexpr = C // B // WORD
+    LAYOUT: gl.constexpr = gl.BlockedLayout([ROWS // 32, WORDS], [32, 1], [1, 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
+    words = scales.to(gl.pointer_type(gl.int16 if MX else gl.int32), bitcast=True)
+    count = 0
+    for tile in range(gl.program_id(0), tiles, programs):
+        expert, row_x, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS, AFTER)
+        if row_x < end:
+            m0 = tile % tiles_m * _M
+            first = 0
+            if TWO:
+                first, _ratio, _large = _halves(global_scale, expert, S)
+            if TRANSPOSED:
+                base = words + expert.to(gl.int64) * N * PER_ROW + m0 // (B * WORD)
+                inside = (word < (out_width - m0) // (B * WORD)) & (row < _K)
+            else:
+                base = words + (expert.to(gl.int64) * N + m0) * PER_ROW
+                inside = (row < out_width - m0) & (word < 1)
+            place = row * PER_ROW + word
+            now = _load_words(base, place, inside, 0, first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
+            after = _load_words(base, place, inside, min(1, STEPS - 1), first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
+            for step in range(STEPS):
+                ahead = gl.minimum(step + 2, STEPS - 1)
+                last = _load_words(base, place, inside, ahead, first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
+                scale = _scales(now, DTYPE, MX)
+                stage = count % STAGES
+                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                scales_ring.index(stage).store(_to_slots(scale, B, TRANSPOSED))
+                mbarrier.arrive(full.index(stage), count=1)
+                now = after
+                after = last
+                count += 1
+
+
+@gluon.jit
+def _load_words(
+    base, place, inside, step, first, PER_ROW: gl.constexpr, STEPS: gl.constexpr, TRANSPOSED: gl.constexpr,
+    TWO: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
     if TRANSPOSED:
-        place = base + k * (C // B) + lane_place + register_place
+        at = base + _k_of_step(step, first, STEPS, TWO) * PER_ROW
     else:
-        place = base + k // B + lane_place + register_place
-        if C % _K:
-            inside = inside & (block < (C - k) // B)
-    if RAGGED or (C % _K != 0 and not TRANSPOSED):
-        byte = gl.load(place, mask=inside, other=0)
+        at = base + step
+    if RAGGED:
+        words = gl.load(at + place, mask=inside, other=0)
     else:
-        byte = gl.load(place)
-    return byte.to(gl.int32)
+        words = gl.load(at + place)
+    return words
+
+
+# Block scales lie in the ring as a consumer's thread wants them, in one piece. For gx, `[blocks of outputs, k's bits 1
+# and 2, its other bits]`; for y, with row 4i + 2j + h of the tile and block 2l + b (MXFP4: l), `[i, b, j · l · h]`.
+
+
+@gluon.constexpr_function
+def _slots_shape(b, transposed):
+    return [OUTPUTS // b, 4, 16] if transposed else [OUTPUTS // 4, DEPTH // b // 2, 8]
+
+
+@gluon.constexpr_function
+def _slots_layout(transposed, warps, b):
+    """Of the ring's block scales, what `_blocks_layout` is of the words."""
+    blocks = _blocks_layout(transposed, warps, b, DEPTH)
+
+    def slot(basis):
+        if transposed:
+            block, _, k = basis
+            return [block, k >> 1 & 3, k & 1 | k >> 3 << 1]
+        p, block, _ = basis
+        half = DEPTH // b // 2
+        return [p & 7 | p >> 1 & 24, block % half, p >> 3 & 1 | block // half << 1 | p >> 6 << 2]
+
+    registers = [slot(basis) for basis in blocks.reg_bases if any(slot(basis))]
+    lanes, groups = ([slot(basis) for basis in bases] for bases in (blocks.lane_bases, blocks.warp_bases))
+    return gl.DistributedLinearLayout(registers, lanes, groups, [], _slots_shape(b, transposed))
+
+
+@gluon.jit
+def _to_slots(scale, B: gl.constexpr, TRANSPOSED: gl.constexpr):
+    if TRANSPOSED:  # [k, blocks]
+        slots = scale.reshape([8, 4, 2, _M // B]).permute((3, 1, 0, 2))
+    else:  # [rows, blocks]
+        slots = scale.reshape([_M // 4, 2, 2, 2, _K // B // 2]).permute((0, 4, 1, 3, 2))
+    return slots.reshape(_slots_shape(B, TRANSPOSED))
+
+
+@gluon.jit
+def _from_slots(slots, B: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr):
+    """A step's block scales `[blocks, DEPTH]` (TRANSPOSED) or `[OUTPUTS, blocks]`, of its two halves of k."""
+    scale = slots.load(_slots_layout(TRANSPOSED, WARPS, B))
+    SCALES: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 2, _blocks_layout(TRANSPOSED, WARPS, B, _K))
+    if TRANSPOSED:
+        scale = scale.reshape([_M // B, 4, 8, 2]).permute((0, 2, 1, 3)).reshape([_M // B, _K])
+        low, high = _split(gl.convert_layout(scale, SCALES, assert_trivial=True), _M // B, _K)
+    else:
+        scale = scale.reshape([4, 8, _K // B // 2, 2, 2, 2]).permute((3, 0, 5, 1, 4, 2)).reshape([_M, _K // B])
+        low, high = _split(gl.convert_layout(scale, SCALES, assert_trivial=True), _M, _K // B)
+    return low, high
 
 
 @gluon.constexpr_function
@@ -370,29 +466,6 @@ def _output_index(p):
 
 
 @gluon.jit
-def _scale_places(C: gl.constexpr, B: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr):
-    """(row of the left operand, k or 0; block of outputs or of k; place in memory by lane, and by register).
-
-    What differs between a thread's registers stands apart, so that it becomes an offset in the load.
-    """
-    SCALES: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 2, _blocks_layout(TRANSPOSED, WARPS, B, _K))
-    if TRANSPOSED:
-        block = gl.arange(0, _M // B, gl.SliceLayout(1, SCALES))[:, None]
-        row = gl.arange(0, _K, gl.SliceLayout(0, SCALES))[None, :]
-        lane_place = (row & 6) * (C // B) + block
-        register_place = (row & ~6) * (C // B) + block * 0
-    else:
-        block = gl.arange(0, _K // B, gl.SliceLayout(0, SCALES))[None, :]
-        p = gl.arange(0, _M, gl.SliceLayout(1, SCALES))[:, None]
-        LANE_BLOCK: gl.constexpr = 0 if B == 32 else 1
-        LANE_ROW: gl.constexpr = 0x37 if WARPS == 4 else 0x77
-        row = _output_index(p)
-        lane_place = _output_index(p & LANE_ROW) * (C // B) + (block & LANE_BLOCK)
-        register_place = _output_index(p & ~LANE_ROW) * (C // B) + (block & ~LANE_BLOCK)
-    return row, block, lane_place, register_place
-
-
-@gluon.jit
 def _halved_words(codes, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr):
     """The words of a step for its first and its second half of k."""
     WORDS: gl.constexpr = _words_layout(TRANSPOSED, WARPS)
@@ -409,8 +482,8 @@ def _add_lora(
     acc, factor, u, expert, row, end, m0, out_width, lora_r, R: gl.constexpr, TOKENS: gl.constexpr,
     TRANSPOSED: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """acc + factor uᵀ, up to 32 ranks at a time."""
-    CHUNK: gl.constexpr = 32 if R > 32 else R
+    """acc + factor uᵀ, 16 ranks at a time: more would take shared memory that another program needs."""
+    CHUNK: gl.constexpr = 16
     U_LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CHUNK, CHUNK // 8], [WARPS, 1], [1, 0])
     U_SHARED: gl.constexpr = gl.NVMMASharedLayout(CHUNK * 2, 16, rank=2)
     u_tile = gl.allocate_shared_memory(DTYPE, [TOKENS, CHUNK], U_SHARED)
@@ -464,95 +537,107 @@ def _store(
 
 @gluon.jit
 def _consume(
-    full, empty, x_ring, codes_ring, row_scale, scales, global_scale, factor, u, bias, slots, slot_weights, offsets,
-    out, N, out_width, lora_r, tiles, tiles_m, programs,
-    E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
+    full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots, slot_weights,
+    offsets, out, N, out_width, lora_r, tiles, tiles_m, programs,
+    E, E_POW2: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
     TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, RAGGED: gl.constexpr, UNIT: gl.constexpr,
-    DTYPE: gl.constexpr, AFTER: gl.constexpr,
+    TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, UNIT: gl.constexpr,
+    DTYPE: gl.constexpr, AFTER: gl.constexpr, HALF_TILES: gl.constexpr,
 ):  # fmt: skip
-    """Of every tile: decode and multiply step by step, then scale, LoRA, bias and store."""
-    MX: gl.constexpr = B == 32
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    TWO: gl.constexpr = TRANSPOSED and S == 2
-    scale_row, block, lane_place, register_place = _scale_places(C, B, TRANSPOSED, WARPS)
-
     count = 0
     for tile in range(gl.program_id(0), tiles, programs):
         expert, row, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS, AFTER)
         if row < end:
             m0 = tile % tiles_m * _M
-            first = 0
-            ratio = 1.0
-            large = 1.0
-            if TRANSPOSED:
-                first, ratio, large = _halves(global_scale, expert, S)
-                scale_base = scales + expert.to(gl.int64) * N * (C // B) + m0 // B
-                inside = (block < (C - m0) // B) & (scale_row < _K)
-            else:
-                scale_base = scales + (expert.to(gl.int64) * N + m0) * (C // B)
-                inside = (scale_row < N - m0) & (block < _K // B)
-            raw = _load_scales(
-                scale_base, lane_place, register_place, inside, block, 0, first, C, B, STEPS, TRANSPOSED, TWO, RAGGED
-            )
-            acc = gl.zeros([_M, TOKENS], gl.float32, MMA)
-            previous = gl.zeros([_M, _K // 2], DTYPE, OPERAND)
-            for step in range(STEPS):
-                stage = count % STAGES
-                scale = _scales(raw, DTYPE, MX)
-                if TRANSPOSED:
-                    scale_low, scale_high = _split(scale, _M // B, _K)
-                else:
-                    scale_low, scale_high = _split(scale, _M, _K // B)
-                # A step ahead; after the last, once more what is known to be there.
-                ahead = gl.minimum(step + 1, STEPS - 1)
-                raw = _load_scales(
-                    scale_base, lane_place, register_place, inside, block, ahead, first, C, B, STEPS, TRANSPOSED, TWO,
-                    RAGGED,
+            if HALF_TILES and end - row <= TOKENS // 2:
+                count = _multiply(
+                    full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
+                    slot_weights, out, N, out_width, lora_r, count, expert, row, end, m0, B, S, R, TOKENS // 2, STEPS,
+                    STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE,
                 )  # fmt: skip
-                mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-                low, high = _halved_words(codes_ring.index(stage), TRANSPOSED, WARPS)
-                x = x_ring.index(stage).permute((1, 0))
-                left = _left(low, scale_low, B, OPERAND, DTYPE, TRANSPOSED, WARPS)
-                acc = warpgroup_mma(left, x.slice(0, _K // 2), acc, is_async=True)
-                # All products before this one are done: with their registers, and with the stage before.
-                acc, previous = warpgroup_mma_wait(1, deps=[acc, previous])
-                if step > 0:
-                    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-                previous = _left(high, scale_high, B, OPERAND, DTYPE, TRANSPOSED, WARPS)
-                acc = warpgroup_mma(previous, x.slice(_K // 2, _K // 2), acc, is_async=True)
-                acc, left = warpgroup_mma_wait(1, deps=[acc, left])
-                if TWO:
-                    if step == STEPS // 2 - 1:
-                        acc = warpgroup_mma_wait(0, deps=[acc])
-                        acc = acc * ratio
-                count += 1
-            acc, previous = warpgroup_mma_wait(0, deps=[acc, previous])
-            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+            else:
+                count = _multiply(
+                    full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
+                    slot_weights, out, N, out_width, lora_r, count, expert, row, end, m0, B, S, R, TOKENS, STEPS,
+                    STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE,
+                )  # fmt: skip
 
-            m = m0 + _output_index(gl.arange(0, _M, gl.SliceLayout(1, MMA)))
-            if TRANSPOSED:
-                acc = acc * (large * UNIT)
-            elif S == 2:
-                g0 = gl.load(global_scale + expert * 2) * UNIT
-                g1 = gl.load(global_scale + expert * 2 + 1) * UNIT
-                acc = acc * gl.where(m < N // 2, g0, g1)[:, None]
-            else:
-                acc = acc * (gl.load(global_scale + expert) * UNIT)
-            if row_scale is not None:
-                token = row + gl.arange(0, TOKENS, gl.SliceLayout(0, MMA))
-                acc = acc * gl.load(row_scale + token, mask=token < end, other=0.0)[None, :]
-            if R > 0:
-                acc = _add_lora(
-                    acc, factor, u, expert, row, end, m0, out_width, lora_r, R, TOKENS, TRANSPOSED, WARPS, OPERAND,
-                    DTYPE,
-                )  # fmt: skip
-            if bias is not None:
-                acc = _add_bias(
-                    acc, bias, slots, slot_weights, expert, row, end, m, out_width, TOKENS, MMA, WEIGHTED_BIAS
-                )
-            _store(acc, out, row, end, m0, out_width, TOKENS, WARPS, DTYPE)
+
+@gluon.jit
+def _multiply(
+    full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots, slot_weights,
+    out, N, out_width, lora_r, count, expert, row, end, m0,
+    B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
+    TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, UNIT: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """A tile: decode and multiply step by step, then scale, LoRA, bias and store. Returns the steps taken so far."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    TWO: gl.constexpr = TRANSPOSED and S == 2
+    ratio = 1.0
+    large = 1.0
+    if TRANSPOSED:
+        _first, ratio, large = _halves(global_scale, expert, S)
+    acc = gl.zeros([_M, TOKENS], gl.float32, MMA)
+    previous = gl.zeros([_M, _K // 2], DTYPE, OPERAND)
+    for step in range(STEPS):
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+        scale_low, scale_high = _from_slots(scales_ring.index(stage), B, TRANSPOSED, WARPS)
+        low, high = _halved_words(codes_ring.index(stage), TRANSPOSED, WARPS)
+        x = x_ring.index(stage).slice(0, TOKENS).permute((1, 0))
+        left = _left(low, scale_low, B, OPERAND, DTYPE, TRANSPOSED, WARPS)
+        acc = warpgroup_mma(left, x.slice(0, _K // 2), acc, is_async=True)
+        # All products before this one are done: with their registers, and with the stage before.
+        acc, previous = warpgroup_mma_wait(1, deps=[acc, previous])
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        previous = _left(high, scale_high, B, OPERAND, DTYPE, TRANSPOSED, WARPS)
+        acc = warpgroup_mma(previous, x.slice(_K // 2, _K // 2), acc, is_async=True)
+        acc, left = warpgroup_mma_wait(1, deps=[acc, left])
+        if TWO:
+            if step == STEPS // 2 - 1:
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                acc = acc * ratio
+        count += 1
+    acc, previous = warpgroup_mma_wait(0, deps=[acc, previous])
+    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+
+    _finish(
+        acc, row_scale, global_scale, factor, u, bias, slots, slot_weights, out, N, out_width, lora_r, expert, row, end,
+        m0, large, S, R, TOKENS, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE,
+    )  # fmt: skip
+    return count
+
+
+@gluon.jit
+def _finish(
+    acc, row_scale, global_scale, factor, u, bias, slots, slot_weights, out, N, out_width, lora_r, expert, row, end, m0,
+    large, S: gl.constexpr, R: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr, TRANSPOSED: gl.constexpr,
+    WEIGHTED_BIAS: gl.constexpr, UNIT: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Scale a tile's sums, add LoRA and bias, store. `large`: what `_halves` says of the global scales (TRANSPOSED)."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    m = m0 + _output_index(gl.arange(0, _M, gl.SliceLayout(1, MMA)))
+    if TRANSPOSED:
+        acc = acc * (large * UNIT)
+    elif S == 2:
+        g0 = gl.load(global_scale + expert * 2) * UNIT
+        g1 = gl.load(global_scale + expert * 2 + 1) * UNIT
+        acc = acc * gl.where(m < N // 2, g0, g1)[:, None]
+    else:
+        acc = acc * (gl.load(global_scale + expert) * UNIT)
+    if row_scale is not None:
+        token = row + gl.arange(0, TOKENS, gl.SliceLayout(0, MMA))
+        acc = acc * gl.load(row_scale + token, mask=token < end, other=0.0)[None, :]
+    if R > 0:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+        acc = _add_lora(
+            acc, factor, u, expert, row, end, m0, out_width, lora_r, R, TOKENS, TRANSPOSED, WARPS, OPERAND, DTYPE
+        )
+    if bias is not None:
+        acc = _add_bias(acc, bias, slots, slot_weights, expert, row, end, m, out_width, TOKENS, MMA, WEIGHTED_BIAS)
+    _store(acc, out, row, end, m0, out_width, TOKENS, WARPS, DTYPE)
 
 
 @gluon.constexpr_function
@@ -572,26 +657,31 @@ def grouped_product(
     E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
     TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, RAGGED: gl.constexpr, UNIT: gl.constexpr,
-    DTYPE: gl.constexpr, AFTER: gl.constexpr,
+    DTYPE: gl.constexpr, AFTER: gl.constexpr, HALF_TILES: gl.constexpr,
 ):  # fmt: skip
     """x: a descriptor of `[TOKENS, DEPTH]` boxes; codes: of the codes as int16, see `code_boxes`."""
+    SLOTS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     x_ring = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, _K], x.layout)
     codes_ring = gl.allocate_shared_memory(gl.int16, [STAGES] + codes.block_type.shape, codes.layout)
+    scales_ring = gl.allocate_shared_memory(DTYPE, [STAGES] + _slots_shape(B, TRANSPOSED), SLOTS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=2)  # x and codes; scales
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
-                full, empty, x_ring, codes_ring, row_scale, scales, global_scale, factor, u, bias, slots, slot_weights,
-                offsets, out, N, out_width, lora_r, tiles, tiles_m, programs, E, E_POW2, C, B, S, R, TOKENS, STEPS,
-                STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, RAGGED, UNIT, DTYPE, AFTER)),
+                full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
+                slot_weights, offsets, out, N, out_width, lora_r, tiles, tiles_m, programs, E, E_POW2, B, S, R, TOKENS,
+                STEPS, STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE, AFTER, HALF_TILES)),
             (_produce, (
                 x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles, tiles_m, programs,
                 E, E_POW2, TOKENS, STEPS, STAGES, TRANSPOSED, S, AFTER)),
+            (_decode_scales, (
+                scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles, tiles_m, programs,
+                E, E_POW2, C, B, S, TOKENS, STEPS, STAGES, TRANSPOSED, RAGGED, DTYPE, AFTER)),
         ],
-        [1], [24],
+        [1, 1], [WORKER_REGISTERS, WORKER_REGISTERS],
     )  # fmt: skip
