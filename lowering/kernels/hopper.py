@@ -29,8 +29,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-OUTPUTS = 128
-DEPTH = 64
+from .hopper_decode import decode, decode_scales, decode_two
+from .hopper_layouts import (
+    DEPTH,
+    OUTPUTS,
+    blocks_layout,
+    grouped,
+    out_layout,
+    output_index,
+    slots_layout,
+    slots_shape,
+    split,
+    words_layout,
+)
+
 WORKER_REGISTERS = gl.constexpr(40)
 _M = gl.constexpr(OUTPUTS)
 _K = gl.constexpr(DEPTH)
@@ -59,76 +71,6 @@ def code_boxes(codes: Tensor, transposed: bool) -> TensorDescriptor:
         return TensorDescriptor(words, [e * n, half_c // 2], [half_c // 2, 1], box, _COLUMNS_BOX)
     shape, strides = [4, e * n // 4, half_c // 2], [half_c // 2, 2 * half_c, 1]
     return TensorDescriptor(words, shape, strides, [4, OUTPUTS // 4, DEPTH // 4], _ROWS_BOX)
-
-
-def _nibbles(dtype: str, count: int, lift: int | None = None) -> str:
-    """PTX from two 16-bit groups of four codes and a pair of scales to `count` (4, or 2 of them) pairs of weights.
-
-    Operands: the results, the codes, the scales and, for 2, how far the codes are shifted to the right beforehand.
-    """
-    product, magnitude, up = ("mul.rn.bf16x2", 0x01C001C0, 6) if dtype == "bf16" else ("mul.rn.f16x2", 0x0E000E00, 9)
-    lines = [
-        "{",
-        ".reg .b32 u, s, m;",
-        f"mov.b32 u, ${count};" if count == 4 else f"shr.u32 u, ${count}, ${count + 2};",
-    ]
-    for i in range(count):
-        shift = up - 4 * i
-        move = f"shl.b32 m, u, {shift};" if shift >= 0 else f"shr.u32 m, u, {-shift};"
-        lines += [f"shl.b32 s, u, {12 - 4 * i};", "and.b32 s, s, 0x80008000;", move, f"and.b32 m, m, {magnitude:#x};"]
-        lines += ["or.b32 s, s, m;"]
-        if lift is not None:
-            lines += [f"mov.b32 m, {lift:#x};", f"{product} s, s, m;"]
-        lines += [f"{product} ${i}, s, ${count + 1};"]
-    return "\n".join([*lines, "}"])
-
-
-_MX_LIFT = 0x7E807E80  # 2^126, which makes numbers of the patterns
-_DECODE_BF16, _DECODE_BF16_2 = gl.constexpr(_nibbles("bf16", 4)), gl.constexpr(_nibbles("bf16", 2))
-_DECODE_FP16, _DECODE_FP16_2 = gl.constexpr(_nibbles("fp16", 4)), gl.constexpr(_nibbles("fp16", 2))
-_DECODE_BF16_MX, _DECODE_BF16_MX_2 = (gl.constexpr(_nibbles("bf16", n, _MX_LIFT)) for n in (4, 2))
-
-
-def _block_scales(count: int, lines: list[str]) -> str:
-    """PTX from two words of `count` scale bytes to `count` pairs of half-precision scales, byte by byte.
-
-    `lines` turn m, which holds the magnitudes of a pair, into the results $0 … (written $R); b holds the bytes' copies.
-    """
-    text = ["{", ".reg .b32 b, m, n, q, s;"]
-    for i in range(count):
-        text += [f"prmt.b32 b, ${count}, ${count + 1}, 0x{i + 4:x}{i + 4:x}{i:x}{i:x};"]
-        text += [line.replace("$R", f"${i}") for line in lines]
-    return "\n".join([*text, "}"])
-
-
-def _e4m3(nan: list[str], shift: int, product: str, *lifts: int) -> list[str]:
-    """e4m3 bits as a half-precision pattern, NaN kept, times powers of two (why: `decode.lifted_scale`)."""
-    pattern = ["and.b32 m, b, 0x007F007F;", "add.u32 n, m, 0x00010001;", "and.b32 n, n, 0x00800080;", *nan]
-    pattern += [f"shl.b32 m, m, {shift};", "or.b32 m, m, q;", "and.b32 s, b, 0x80008000;", "or.b32 m, m, s;"]
-    for lift in lifts:
-        pattern += [f"mov.b32 s, {lift:#x};", f"{product} m, m, s;"]
-    return [*pattern, "mov.b32 $R, m;"]
-
-
-# Lifted by 2^120 · 2^119 and by 2^15; fp16's NaN is all ones over its exponent, 0x7C00 from 0x80.
-E4M3_BF16 = _e4m3(["shl.b32 q, n, 8;", "sub.u32 q, q, n;"], 4, "mul.rn.bf16x2", 0x7B807B80, 0x7B007B00)
-E4M3_FP16 = _e4m3(["shl.b32 q, n, 8;", "shl.b32 s, n, 3;", "sub.u32 q, q, s;"], 7, "mul.rn.f16x2", 0x78007800)
-# e8m0 bits are bf16's exponent, but that 0 means 2^-127 and 255 NaN.
-E8M0_BF16 = [
-    "and.b32 b, b, 0x00FF00FF;",
-    "shl.b32 m, b, 7;",
-    "add.u32 n, b, 0x00010001;",
-    "and.b32 n, n, 0x01000100;",
-    "add.u32 s, b, 0x00FF00FF;",
-    "and.b32 s, s, 0x01000100;",
-    "xor.b32 s, s, 0x01000100;",
-    "or.b32 n, n, s;",
-    "shr.u32 n, n, 2;",
-    "or.b32 $R, m, n;",
-]
-_SCALE_BF16 = gl.constexpr(_block_scales(4, E4M3_BF16))
-_SCALE_FP16 = gl.constexpr(_block_scales(4, E4M3_FP16))
-_SCALE_BF16_MX = gl.constexpr(_block_scales(2, E8M0_BF16))
 
 
 @gluon.jit
@@ -209,53 +151,7 @@ def _produce(
 
 
 @gluon.jit
-def _decode(words, scale, DTYPE: gl.constexpr, MX: gl.constexpr):
-    """Four tensors of weights, one for each nibble of the 16-bit words."""
-    if DTYPE == gl.bfloat16:
-        ASM: gl.constexpr = _DECODE_BF16_MX if MX else _DECODE_BF16
-        KINDS: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
-    else:
-        gl.static_assert(not MX)
-        ASM: gl.constexpr = _DECODE_FP16
-        KINDS: gl.constexpr = (gl.float16, gl.float16, gl.float16, gl.float16)
-    return gl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r,r", [words, scale], dtype=KINDS, is_pure=True, pack=2)
-
-
-@gluon.jit
-def _decode_two(words, scale, shift, DTYPE: gl.constexpr, MX: gl.constexpr):
-    """Of the words shifted to the right by `shift` bits, the two lowest nibbles."""
-    if DTYPE == gl.bfloat16:
-        ASM: gl.constexpr = _DECODE_BF16_MX_2 if MX else _DECODE_BF16_2
-        KINDS: gl.constexpr = (gl.bfloat16, gl.bfloat16)
-    else:
-        gl.static_assert(not MX)
-        ASM: gl.constexpr = _DECODE_FP16_2
-        KINDS: gl.constexpr = (gl.float16, gl.float16)
-    return gl.inline_asm_elementwise(ASM, "=r,=r,r,r,r,r", [words, scale, shift], dtype=KINDS, is_pure=True, pack=2)
-
-
-@gluon.jit
-def _scales(words, DTYPE: gl.constexpr, MX: gl.constexpr):
-    """A row's block scales `[rows, blocks]` from words `[rows, words]` of four of them, or of two in MXFP4."""
-    if MX:
-        a, b = gl.inline_asm_elementwise(
-            _SCALE_BF16_MX, "=r,=r,r,r", [words.to(gl.int32)], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
-        )
-        scale = gl.join(a, b)
-    else:
-        if DTYPE == gl.bfloat16:
-            ASM: gl.constexpr = _SCALE_BF16
-            KINDS: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
-        else:
-            ASM: gl.constexpr = _SCALE_FP16
-            KINDS: gl.constexpr = (gl.float16, gl.float16, gl.float16, gl.float16)
-        a, b, c, d = gl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r,r", [words], dtype=KINDS, is_pure=True, pack=2)
-        scale = gl.join(gl.join(a, c), gl.join(b, d))
-    return scale.reshape([words.shape[0], words.shape[1] * (2 if MX else 4)])
-
-
-@gluon.jit
-def _decode_scales(
+def _fill_scales(
     scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles, tiles_m, programs,
     E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, TOKENS: gl.constexpr,
     STEPS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr,
@@ -292,7 +188,7 @@ def _decode_scales(
             for step in range(STEPS):
                 ahead = gl.minimum(step + 2, STEPS - 1)
                 last = _load_words(base, place, inside, ahead, first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
-                scale = _scales(now, DTYPE, MX)
+                scale = decode_scales(now, DTYPE, MX)
                 stage = count % STAGES
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
                 scales_ring.index(stage).store(_to_slots(scale, B, TRANSPOSED))
@@ -322,100 +218,27 @@ def _load_words(
 # and 2, its other bits]`; for y, with row 4i + 2j + h of the tile and block 2l + b (MXFP4: l), `[i, b, j · l · h]`.
 
 
-@gluon.constexpr_function
-def _slots_shape(b, transposed):
-    return [OUTPUTS // b, 4, 16] if transposed else [OUTPUTS // 4, DEPTH // b // 2, 8]
-
-
-@gluon.constexpr_function
-def _slots_layout(transposed, warps, b):
-    """Of the ring's block scales, what `_blocks_layout` is of the words."""
-    blocks = _blocks_layout(transposed, warps, b, DEPTH)
-
-    def slot(basis):
-        if transposed:
-            block, _, k = basis
-            return [block, k >> 1 & 3, k & 1 | k >> 3 << 1]
-        p, block, _ = basis
-        half = DEPTH // b // 2
-        return [p & 7 | p >> 1 & 24, block % half, p >> 3 & 1 | block // half << 1 | p >> 6 << 2]
-
-    registers = [slot(basis) for basis in blocks.reg_bases if any(slot(basis))]
-    lanes, groups = ([slot(basis) for basis in bases] for bases in (blocks.lane_bases, blocks.warp_bases))
-    return gl.DistributedLinearLayout(registers, lanes, groups, [], _slots_shape(b, transposed))
-
-
 @gluon.jit
 def _to_slots(scale, B: gl.constexpr, TRANSPOSED: gl.constexpr):
     if TRANSPOSED:  # [k, blocks]
         slots = scale.reshape([8, 4, 2, _M // B]).permute((3, 1, 0, 2))
     else:  # [rows, blocks]
         slots = scale.reshape([_M // 4, 2, 2, 2, _K // B // 2]).permute((0, 4, 1, 3, 2))
-    return slots.reshape(_slots_shape(B, TRANSPOSED))
+    return slots.reshape(slots_shape(B, TRANSPOSED))
 
 
 @gluon.jit
 def _from_slots(slots, B: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr):
     """A step's block scales `[blocks, DEPTH]` (TRANSPOSED) or `[OUTPUTS, blocks]`, of its two halves of k."""
-    scale = slots.load(_slots_layout(TRANSPOSED, WARPS, B))
-    SCALES: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 2, _blocks_layout(TRANSPOSED, WARPS, B, _K))
+    scale = slots.load(slots_layout(TRANSPOSED, WARPS, B))
+    SCALES: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 2, blocks_layout(TRANSPOSED, WARPS, B, _K))
     if TRANSPOSED:
         scale = scale.reshape([_M // B, 4, 8, 2]).permute((0, 2, 1, 3)).reshape([_M // B, _K])
-        low, high = _split(gl.convert_layout(scale, SCALES, assert_trivial=True), _M // B, _K)
+        low, high = split(gl.convert_layout(scale, SCALES, assert_trivial=True), _M // B, _K)
     else:
         scale = scale.reshape([4, 8, _K // B // 2, 2, 2, 2]).permute((3, 0, 5, 1, 4, 2)).reshape([_M, _K // B])
-        low, high = _split(gl.convert_layout(scale, SCALES, assert_trivial=True), _M, _K // B)
+        low, high = split(gl.convert_layout(scale, SCALES, assert_trivial=True), _M, _K // B)
     return low, high
-
-
-@gluon.constexpr_function
-def _words_layout(transposed, warps):
-    """Of the 16-bit words of a step: `[OUTPUTS / 4, DEPTH]` (transposed), or `[4, OUTPUTS / 4, DEPTH / 4]`.
-
-    A thread has the words of the rows of the left operand that are its own, in the order in which it holds their k.
-    """
-    if transposed:
-        registers = [[0, 1], [0, 8], [0, 16], [0, 32]]
-        lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-        group = [[0, 0]] if warps == 8 else []
-        return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]] + group, [], [OUTPUTS // 4, DEPTH])
-    registers = [[0, 0, 1], [1, 0, 0], [0, 0, 8]] + ([[2, 0, 0]] if warps == 4 else [])
-    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    group = [[2, 0, 0]] if warps == 8 else []
-    shape = [4, OUTPUTS // 4, DEPTH // 4]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 8, 0], [0, 16, 0]] + group, [], shape)
-
-
-@gluon.constexpr_function
-def _blocks_layout(transposed, warps, b, depth):
-    """The same words by blocks, `depth` of k: `[blocks of outputs, words, k]`, or `[OUTPUTS, blocks of k, words]`."""
-    words = b // 4
-    if transposed:
-        registers = [[0, 0, 1]] + [[0, 0, k] for k in (8, 16, 32) if k < depth]
-        outputs = [[0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0]] if b == 32 else [
-            [0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]  # fmt: skip
-        group = [[0, 0, 0]] if warps == 8 else []
-        lanes = [[0, 0, 2], [0, 0, 4]] + outputs[:3]
-        return gl.DistributedLinearLayout(registers, lanes, outputs[3:] + group, [], [OUTPUTS // b, words, depth])
-    blocks = depth // b
-    registers = [[0, 0, 1], [8, 0, 0]] + ([[0, blocks // 2, 0]] if depth == DEPTH else [])
-    registers += [[64, 0, 0]] if warps == 4 else []
-    lanes = [[0, 0, 2], [0, 0, 4] if b == 32 else [0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    group = [[64, 0, 0]] if warps == 8 else []
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]] + group, [], [OUTPUTS, blocks, words])
-
-
-@gluon.constexpr_function
-def _grouped(layout):
-    """A layout of `_blocks_layout` with a dim of 2 in front, along which the two warpgroups differ."""
-
-    def deeper(bases):
-        return [[0, *basis] for basis in bases]
-
-    return gl.DistributedLinearLayout(
-        deeper(layout.reg_bases), deeper(layout.lane_bases), deeper(layout.warp_bases[:-1]) + [[1, 0, 0, 0]], [],
-        [2, *layout.shape],
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -425,26 +248,26 @@ def _left(
 ):  # fmt: skip
     """The left operand `[OUTPUTS, DEPTH / 2]` of half a step."""
     MX: gl.constexpr = B == 32
-    HALF: gl.constexpr = _blocks_layout(TRANSPOSED, WARPS, B, _K // 2)
+    HALF: gl.constexpr = blocks_layout(TRANSPOSED, WARPS, B, _K // 2)
     if TRANSPOSED:
         words = words.reshape([_M // B, B // 4, _K // 2])
     else:
         words = words.reshape([_M, _K // 2 // B, B // 4])
     if TRANSPOSED and WARPS == 8:
         # Each warpgroup takes two of the four nibbles.
-        GROUPED: gl.constexpr = _grouped(HALF)
+        GROUPED: gl.constexpr = grouped(HALF)
         words = gl.convert_layout(words, gl.SliceLayout(0, GROUPED), assert_trivial=True).expand_dims(0)
         scale = gl.convert_layout(scale, gl.SliceLayout(0, gl.SliceLayout(2, GROUPED)), assert_trivial=True)
         scale = scale.expand_dims(0).expand_dims(2)
         shift = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, GROUPED)))) * 8
         shift = shift.expand_dims(1).expand_dims(2).expand_dims(3)
-        a, b = _decode_two(words, scale, shift, DTYPE, MX)
+        a, b = decode_two(words, scale, shift, DTYPE, MX)
         rows = gl.join(a, b).reshape([2, 4, 8, _K // 2, 2]).permute((0, 1, 4, 2, 3))
     else:
         words = gl.convert_layout(words, HALF, assert_trivial=True)
         AXIS: gl.constexpr = 1 if TRANSPOSED else 2
         scale = gl.convert_layout(scale, gl.SliceLayout(AXIS, HALF), assert_trivial=True).expand_dims(AXIS)
-        a, b, c, d = _decode(words, scale, DTYPE, MX)
+        a, b, c, d = decode(words, scale, DTYPE, MX)
         quads = gl.join(gl.join(a, b), gl.join(c, d))
         if TRANSPOSED:
             rows = quads.reshape([4, 8, _K // 2, 2, 2]).permute((4, 0, 3, 1, 2))
@@ -454,26 +277,14 @@ def _left(
 
 
 @gluon.jit
-def _split(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """The left and the right half of the columns."""
-    return x.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
-def _output_index(p):
-    """Which of the tile's outputs the accumulator's row p holds."""
-    return ((p >> 4) & 3) * 32 + (p & 7) * 4 + (p >> 6) * 2 + ((p >> 3) & 1)
-
-
-@gluon.jit
 def _halved_words(codes, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr):
     """The words of a step for its first and its second half of k."""
-    WORDS: gl.constexpr = _words_layout(TRANSPOSED, WARPS)
+    WORDS: gl.constexpr = words_layout(TRANSPOSED, WARPS)
     if TRANSPOSED:
-        low, high = _split(codes.permute((1, 0)).load(WORDS), _M // 4, _K)
+        low, high = split(codes.permute((1, 0)).load(WORDS), _M // 4, _K)
     else:
         words = codes.load(WORDS).reshape([2, 2, 4, 8, _K // 4]).permute((0, 2, 1, 3, 4))
-        low, high = _split(words.reshape([_M, _K // 4]), _M, _K // 4)
+        low, high = split(words.reshape([_M, _K // 4]), _M, _K // 4)
     return low, high
 
 
@@ -487,7 +298,7 @@ def _add_lora(
     U_LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CHUNK, CHUNK // 8], [WARPS, 1], [1, 0])
     U_SHARED: gl.constexpr = gl.NVMMASharedLayout(CHUNK * 2, 16, rank=2)
     u_tile = gl.allocate_shared_memory(DTYPE, [TOKENS, CHUNK], U_SHARED)
-    m = m0 + _output_index(gl.arange(0, _M, gl.SliceLayout(1, OPERAND)))
+    m = m0 + output_index(gl.arange(0, _M, gl.SliceLayout(1, OPERAND)))
     r = gl.arange(0, CHUNK, gl.SliceLayout(0, OPERAND))
     row_u = row + gl.arange(0, TOKENS, gl.SliceLayout(1, U_LOAD))
     r_u = gl.arange(0, CHUNK, gl.SliceLayout(0, U_LOAD))
@@ -525,7 +336,7 @@ def _add_bias(
 def _store(
     acc, out, row, end, m0, out_width, TOKENS: gl.constexpr, WARPS: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    OUT: gl.constexpr = _out_layout(TOKENS, WARPS)
+    OUT: gl.constexpr = out_layout(TOKENS, WARPS)
     tile = acc.to(DTYPE).reshape([2, 4, 2, 8, TOKENS]).permute((4, 1, 3, 0, 2)).reshape([TOKENS, _M])
     tile = gl.convert_layout(tile, OUT, assert_trivial=True)
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, OUT))
@@ -618,7 +429,7 @@ def _finish(
 ):  # fmt: skip
     """Scale a tile's sums, add LoRA and bias, store. `large`: what `_halves` says of the global scales (TRANSPOSED)."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
-    m = m0 + _output_index(gl.arange(0, _M, gl.SliceLayout(1, MMA)))
+    m = m0 + output_index(gl.arange(0, _M, gl.SliceLayout(1, MMA)))
     if TRANSPOSED:
         acc = acc * (large * UNIT)
     elif S == 2:
@@ -640,16 +451,6 @@ def _finish(
     _store(acc, out, row, end, m0, out_width, TOKENS, WARPS, DTYPE)
 
 
-@gluon.constexpr_function
-def _out_layout(tokens, warps):
-    """Of `[TOKENS, OUTPUTS]`: what the accumulator is once its rows are put in order."""
-    registers = [[0, 1]] + ([[0, 2]] if warps == 4 else []) + [[1, 0]]
-    registers += [[8 << i, 0] for i in range((tokens // 8).bit_length() - 1)]
-    lanes = [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]]
-    group = [[0, 2]] if warps == 8 else []
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 32], [0, 64]] + group, [], [tokens, OUTPUTS])
-
-
 @gluon.jit(do_not_specialize=["tiles", "tiles_m", "programs"])
 def grouped_product(
     x, row_scale, codes, scales, global_scale, factor, u, bias, slots, slot_weights, offsets, out, N, out_width,
@@ -663,7 +464,7 @@ def grouped_product(
     SLOTS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     x_ring = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, _K], x.layout)
     codes_ring = gl.allocate_shared_memory(gl.int16, [STAGES] + codes.block_type.shape, codes.layout)
-    scales_ring = gl.allocate_shared_memory(DTYPE, [STAGES] + _slots_shape(B, TRANSPOSED), SLOTS)
+    scales_ring = gl.allocate_shared_memory(DTYPE, [STAGES] + slots_shape(B, TRANSPOSED), SLOTS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -679,7 +480,7 @@ def grouped_product(
             (_produce, (
                 x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles, tiles_m, programs,
                 E, E_POW2, TOKENS, STEPS, STAGES, TRANSPOSED, S, AFTER)),
-            (_decode_scales, (
+            (_fill_scales, (
                 scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles, tiles_m, programs,
                 E, E_POW2, C, B, S, TOKENS, STEPS, STAGES, TRANSPOSED, RAGGED, DTYPE, AFTER)),
         ],
