@@ -5,7 +5,7 @@ Inductor passes tensors by position; `given` names them as the kernels do.
 
 from torch import Tensor
 
-from . import eager
+from . import multiply
 from .rows import Rows
 from .weight import Weight
 
@@ -15,9 +15,9 @@ def linear(*tensors: Tensor, given: str, path: str) -> Tensor:
     t: dict[str, Tensor] = dict(zip(given.split(), tensors, strict=True))
     x, weight = t["x"], Weight.of(t["codes"], t["scales"], t["global_scale"])
     u = t["u"] if "u" in t else x.new_empty(x.shape[0], 0)
-    return eager._linear(
+    return multiply.linear(
         Rows(x), t["offsets"], weight, t.get("lora_b"), u, t.get("bias"), t.get("slots"), t.get("slot_weights"),
-        eager.Path[path],
+        multiply.Path[path],
     )  # fmt: skip
 
 
@@ -26,4 +26,4 @@ def dgrad(*tensors: Tensor, given: str) -> Tensor:
     t: dict[str, Tensor] = dict(zip(given.split(), tensors, strict=True))
     gy, weight = t["gy"], Weight.of(t["codes"], t["scales"], t["global_scale"])
     v = t["v"] if "v" in t else gy.new_empty(gy.shape[0], 0)
-    return eager._dgrad(gy, t["offsets"], weight, t.get("lora_a"), v)
+    return multiply.dgrad(gy, t["offsets"], weight, t.get("lora_a"), v)

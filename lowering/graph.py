@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from . import configs, eager
+from . import configs, multiply
 from .compat import TensorBox, as_bytes, device_of, guard_int, hint, hinted
-from .eager import Path
 from .kernels.decode import NVFP4_UNIT
 from .launch import power_of_two
+from .multiply import Path
 
 
 def expert_sizes(e: int) -> dict[str, int]:
@@ -50,7 +50,7 @@ class Weight:
 
     def packed_asm(self, dtype: torch.dtype, has_tma: bool) -> bool:
         weight: Any = SimpleNamespace(block=self.block)
-        return eager._packed_asm(weight, dtype, has_tma)
+        return multiply.packed_asm(weight, dtype, has_tma)
 
     def path(self, x: TensorBox, m: Any, *, transposed: bool = False) -> Path:
         """Which way eager takes for about as many rows, asked with stand-ins for the tensors that it looks at."""
@@ -60,7 +60,7 @@ class Weight:
             global_scale=SimpleNamespace(shape=(self.e, self.halves)),
         )  # fmt: skip
         rows: Any = SimpleNamespace(dtype=x.get_dtype(), is_cuda=True, device=device_of(x))
-        return eager._path(rows, hint(m), weight, transposed=transposed)
+        return multiply.choose_path(rows, hint(m), weight, transposed=transposed)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from torch_nvfp4.ops import cuda
 
-from . import configs, eager
+from . import configs, multiply
 from .compat import TensorBox, device_of, empty, fallback_handler, guard_int, hint, is_known_to_be, lowerings, tunes
 from .graph import Routed, Weight, expert_sizes, times, timing_inputs
 from .kernels import glu, shrink, wgrad
@@ -85,7 +85,7 @@ def grouped_lora_linear(
     routed = Routed(x, rows, offsets, weight.e, top_k)
     way, path = linear_way(routed, weight, adapter, lora_a)
     gathered, u = _gather_and_shrink(
-        routed, lora_a, scaling, eager.row_width(weight.c, path), by_rank=True, order=eager.ORDER[path]
+        routed, lora_a, scaling, multiply.row_width(weight.c, path), by_rank=True, order=multiply.ORDER[path]
     )  # fmt: skip
     assert gathered is not None
     return linear(Routed(gathered, None, offsets, weight.e), weight, adapter, u).run(way), u
@@ -101,18 +101,18 @@ def glu_grouped_lora_linear(
     adapter = Adapter(lora_b, bias, rows, slot_weights)
     m, dtype = pre.get_size()[0], pre.get_dtype()
     way, path = linear_way(Routed(pre, None, offsets, weight.e), weight, adapter, lora_a)
-    width = eager.row_width(weight.c, path)
+    width = multiply.row_width(weight.c, path)
     h = Launch(
         glu.glu_forward,
         {"pre": pre, "slot_weights": slot_weights, "slots": rows, "offsets": offsets, "h": OUTPUT},
         dict(
             pre_stride=guard_int(pre.get_size()[1]), E=weight.e, WIDTH=weight.c, H_WIDTH=width, ROWS=configs.GLU_ROWS,
-            COLUMNS=configs.GLU_COLUMNS, ORDER=eager.ORDER[path], ACTIVATION=activation, LIMIT=limit, DTYPE=dtype,
+            COLUMNS=configs.GLU_COLUMNS, ORDER=multiply.ORDER[path], ACTIVATION=activation, LIMIT=limit, DTYPE=dtype,
         ),
         m, [m, width], dtype,
     ).run(Variant({}, Grid(configs.GLU_ROWS, 1, cdiv(width, configs.GLU_COLUMNS))))  # fmt: skip
     routed = Routed(h, None, offsets, weight.e)
-    _, u = _gather_and_shrink(routed, lora_a, scaling, None, by_rank=True, x_order=eager.ORDER[path])
+    _, u = _gather_and_shrink(routed, lora_a, scaling, None, by_rank=True, x_order=multiply.ORDER[path])
     return linear(routed, weight, adapter, u).run(way), u
 
 

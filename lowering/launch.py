@@ -59,6 +59,15 @@ def with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def row_tiles(m: int, e: int, rows: int) -> int:
+    """Enough tiles for M rows of E experts, however they are spread (see `locate_tile`)."""
+    return m // rows + e if m else 0
+
+
 def as_bytes(scales: Tensor) -> Tensor:
     return scales.view(torch.uint8).contiguous()
 

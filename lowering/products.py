@@ -12,10 +12,10 @@ import torch
 
 from . import configs, externs
 from .compat import Extern, TensorBox, calls_python, empty, guard_int, tunes
-from .eager import Path
 from .graph import Routed, Weight, times, timing_inputs
 from .kernels import grouped_gemm
 from .launch import cdiv, padded_rank, padded_width, precision, product_dtype
+from .multiply import Path
 from .templates import OUTPUT, Grid, Launch, Rival, Variant
 
 _LINEAR = Extern(externs.linear, "nvfp4_linear_product")

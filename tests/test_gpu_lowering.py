@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from torch_nvfp4.lowering import configs, eager
+from torch_nvfp4.lowering import configs, multiply
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -32,7 +32,7 @@ def _own_cache() -> Iterator[None]:
 @pytest.fixture
 def templates_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager and compiled both decode in the loop of the Triton kernels, as on cards before and after Hopper."""
-    monkeypatch.setattr(eager, "_path", lambda *args, **kwargs: eager.Path.LOOP)
+    monkeypatch.setattr(multiply, "choose_path", lambda *args, **kwargs: multiply.Path.LOOP)
     monkeypatch.setattr(configs, "launcher_first", lambda *args: False)
 
 
