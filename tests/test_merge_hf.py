@@ -31,9 +31,10 @@ pytestmark = [
     ),
 ]
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+GPT_OSS = "ckpt_modelopt_gpt_oss-NVFP4_DEFAULT_CFG"
 
 
-@pytest.fixture(params=[QWEN, COMPRESSED_TENSORS, "gpt-oss"])
+@pytest.fixture(params=[QWEN, COMPRESSED_TENSORS, GPT_OSS, "gpt-oss"])
 def base(request: pytest.FixtureRequest, tmp_path: Path):  # type: ignore[no-untyped-def]
     """Folder of a golden checkpoint, or of a gpt-oss in its own MXFP4."""
     if request.param != "gpt-oss":
