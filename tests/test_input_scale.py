@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_models import GOLDEN, QWEN, load, logits
+from golden_models import GOLDEN, QWEN, load, logits, read_config, write
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from samples import assert_same_bits
 from strategies import make_layer
 from torch import Tensor
@@ -165,3 +166,29 @@ def test_a_checkpoint_without_scales_is_refused_before_anything_changes(tmp_path
     assert {m.compute for m in model.modules() if isinstance(m, NVFP4Experts)} == {"w4a16"}
     with pytest.raises(ValueError, match="has no packed module"):
         use_input_scales(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("scale", "refused"), [(None, False), (0.0, False), (-1e-3, True), (torch.inf, True)])
+def test_an_expert_may_lack_its_scale_but_not_have_a_wrong_one(
+    scale: float | None, refused: bool, tmp_path: Path
+) -> None:
+    """Experts that saw no token have none, or 0: the largest of the others counts."""
+    tensors, config = load_file(GOLDEN / QWEN / "model.safetensors"), read_config(GOLDEN / QWEN)
+    (path,) = open_checkpoint(GOLDEN / QWEN).experts
+    name = f"{path}.0.down_proj.input_scale"
+    down = [n for n in tensors if n.startswith(path) and n.endswith(".down_proj.input_scale")]
+    others = [tensors[n] for n in down if n != name]
+    if scale is None:
+        del tensors[name]
+    else:
+        tensors[name] = torch.full_like(tensors[name], scale)
+    write(tmp_path, tensors, config, config["quantization_config"])
+    model = load(tmp_path)
+    experts = model.get_submodule(path)
+    if refused:
+        with pytest.raises(ValueError, match="has no positive, finite scale of activations for each product"):
+            use_input_scales(model)
+        assert experts.compute == "w4a16" and experts.down_input_scale is None
+    else:
+        use_input_scales(model)
+        assert experts.down_input_scale.view(torch.float32) == max(others)

@@ -31,9 +31,11 @@ def _of(path: str, module: NVFP4Experts | NVFP4Linear) -> tuple[Tensor, ...]:
     form = module.__dict__.get(FORM)
     if form is None or form.input_scales is None:
         raise ValueError(f"{path}: it was not loaded from a checkpoint with calibrated scales of activations")
-    known = torch.where(form.input_scales.meant.isnan(), 0, form.input_scales.meant).amax(0)  # of gate, up, down
+    scales = torch.where(form.input_scales.meant.isnan(), 0, form.input_scales.meant)
+    known = scales.amax(0)  # of gate, up, down
     products = (known,) if isinstance(module, NVFP4Linear) else (known[:-1], known[-1:])
     largest = tuple(product.amax() for product in products)
-    if not all(bool(scale > 0) and bool(scale.isfinite()) for scale in largest):
+    positive = all(bool(scale > 0) and bool(scale.isfinite()) for scale in largest)
+    if not positive or bool((scales < 0).any()):
         raise ValueError(f"{path}: its checkpoint has no positive, finite scale of activations for each product")
     return largest
