@@ -222,7 +222,7 @@ def merges(draw: st.DrawFn, fmt: str) -> tuple[Tensor, ...]:
     else:
         weight, given_scale = torch.randn(e, n, c, generator=generator), global_scale if fmt == "nvfp4" else None
         codes, scales, _ = quantize(weight, given_scale, fmt, check_finite=False)
-    size = 2.0 ** draw(st.sampled_from((-70, -8, 0, 40)))
+    size = 2.0 ** draw(st.sampled_from((-70, -8, 0, 40, 63)))
     dtype = draw(st.sampled_from((*HALF_OR_FULL, torch.float64)))
     a = (torch.randn(e, r, c, generator=generator) * size * torch.randint(0, 2, (e, 1, c), generator=generator)).to(
         dtype

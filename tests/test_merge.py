@@ -470,7 +470,7 @@ def test_another_quantiser_is_an_error_unless_forced(stamp: dict, message: str, 
     with pytest.raises(MergeError, match=message):
         merge_folder(base, adapter, tmp_path / "out")
     assert list(tmp_path.glob("out*")) == []
-    merge_folder(base, adapter, tmp_path / "out", force=True)
+    assert not merge_folder(base, adapter, tmp_path / "out", force=True).merge_aware
 
 
 @pytest.mark.parametrize("layout", ["qwen3", "ct_mxfp4", "nemotron", "mxfp4", "compressed"])
@@ -492,7 +492,7 @@ def test_another_base_is_an_error_unless_forced(tmp_path: Path) -> None:
     with pytest.raises(MergeError, match="trained merge-aware on other 4-bit weights than those of .*other.* --force"):
         merge_folder(other, adapter, tmp_path / "out")
     assert list(tmp_path.glob("out*")) == []
-    merge_folder(other, adapter, tmp_path / "out", force=True)
+    assert not merge_folder(other, adapter, tmp_path / "out", force=True).merge_aware
     model = model_of(other)
     set_numerics(model, merge_aware=True)
     with pytest.raises(ValueError, match="other 4-bit weights than this model's"):

@@ -135,6 +135,19 @@ def test_peft_without_merge_aware_writes_no_stamp(tmp_path: Path) -> None:
     assert "torch_nvfp4" not in json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
 
 
+def test_saving_leaves_the_callers_config_without_a_stamp(tmp_path: Path) -> None:
+    """It may serve a second model, whose adapter is not of the first one's kind."""
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=BOTH)
+    model = get_peft_model(load(GOLDEN / QWEN), config)
+    set_numerics(model, merge_aware=True)
+    model.save_pretrained(tmp_path / "first")
+    assert "torch_nvfp4" in json.loads((tmp_path / "first" / "adapter_config.json").read_text())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        get_peft_model(load(GOLDEN / QWEN), config).save_pretrained(tmp_path / "second")
+    assert "torch_nvfp4" not in json.loads((tmp_path / "second" / "adapter_config.json").read_text())
+
+
 def test_stock_peft_takes_a_stamped_file(tmp_path: Path) -> None:
     """Without this library in the process: with a warning, and the same configuration."""
     model = peft_model(load(GOLDEN / QWEN))

@@ -43,6 +43,19 @@ def numpy_delta(a: Tensor, b: Tensor, scaling: float) -> np.ndarray:
     return np.float32(scaling) * total
 
 
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+def test_a_factor_whose_product_could_overflow_is_infinite(fmt: str) -> None:
+    """Else a fused sum could come back from where one of two roundings stays at infinity."""
+    codes, scales, _ = quantize(torch.ones(1, 1, 32), None, fmt)
+    a, b = torch.zeros(1, 2, 32), torch.full((1, 1, 2), 2.0**63)
+    a[0, :, 0] = torch.tensor([-(2.0**63), 2.0**64])
+    merged, merged_scales = OPS.merge_lora(codes, scales, torch.ones(1, 1), a, b, 2.0**-120)
+    assert dequantize(merged, merged_scales, torch.ones(1, 1), F32)[0, 0, :16].isnan().all()
+    a[0, 1, 0] = 2.0**64 - 2.0**56  # the bf16 below, whose products with its like are finite
+    finite = OPS.merge_lora(codes, scales, torch.ones(1, 1), a, b, 2.0**-120)
+    assert dequantize(*finite, torch.ones(1, 1), F32).isfinite().all()
+
+
 @given(
     fmt=st.sampled_from(sorted(FORMATS)), seed=st.integers(0, 2**31), r=st.integers(1, 6),
     size=st.sampled_from((1e-6, 1e-2, 1.0)), scaling=st.sampled_from((1.0, 0.3, -2.0)),

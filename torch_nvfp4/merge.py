@@ -69,8 +69,10 @@ def merge_folder(
         layout = None
     if layout is not None and layout not in LAYOUTS:
         raise MergeError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    _check_numbers(checkpoint, found.stamp, dense, force)
-    report = MergeReport(merge_aware=found.stamp is not None and not dense, dense=dense)
+    differs = None if found.stamp is None else _differs(checkpoint, found.stamp, dense)
+    if differs is not None and not force:
+        raise MergeError(differs)
+    report = MergeReport(merge_aware=found.stamp is not None and differs is None, dense=dense)
     if dense:
         _write_dense(checkpoint, skeleton, Path(out), shard_bytes, progress)
     else:
@@ -101,24 +103,23 @@ def _match(
     raise MergeError(f"{adapter}: {errors[0]}") from errors[0]
 
 
-def _check_numbers(checkpoint: MergedCheckpoint, stamp: Stamp | None, dense: bool, force: bool) -> None:
-    """MergeError where the adapter was trained with other numbers than those that would be written."""
-    if stamp is None or force:
-        return
+def _differs(checkpoint: MergedCheckpoint, stamp: Stamp, dense: bool) -> str | None:
+    """In words, in what the adapter was trained with other numbers than those that would be written."""
     if dense:
-        raise MergeError(
+        return (
             "the adapter was trained merge-aware, for its sum with the weights rounded to 4 bits; in a dense model it "
             "is another, which may be worse. Merge it without --dense, or with --force all the same"
         )
     for path in checkpoint.adapted:
         entry = checkpoint.experts.get(path) or checkpoint.linears[path]
         if reason := stamp.mismatch(entry.format):
-            raise MergeError(f"{path}: the adapter is merge-aware, and {reason}; --force merges it all the same")
+            return f"{path}: the adapter is merge-aware, and {reason}; --force merges it all the same"
     if stamp.base is not None and checkpoint.adapted and stamp.base != checkpoint.fingerprint():
-        raise MergeError(
+        return (
             f"the adapter was trained merge-aware on other 4-bit weights than those of {checkpoint.folder}, whose "
             "rounding it fits; --force merges it all the same"
         )
+    return None
 
 
 def _check_holds(checkpoint: MergedCheckpoint, layout: str | None) -> None:

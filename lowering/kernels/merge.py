@@ -9,7 +9,7 @@ from .quantize import encode, magnitude_bits
 
 @triton.jit
 def round_factor(factor, out, total, inner, R: tl.constexpr, OUT_R: tl.constexpr, SIZE: tl.constexpr):
-    """A factor [outer, R, inner] as merging reads it, in out's dtype: to the nearest bf16, 0 below 2^-63.
+    """A factor [outer, R, inner] as merging reads it, in out's dtype: `torch_nvfp4.ops.merge.rounded_factor`.
 
     out is [outer, OUT_R, inner], `total` elements, of which those of ranks from R on are 0.
     """
@@ -20,7 +20,9 @@ def round_factor(factor, out, total, inner, R: tl.constexpr, OUT_R: tl.constexpr
         source = (where // inner // OUT_R * R + rank) * inner + where % inner
         inside &= rank < R
     value = tl.load(factor + source, mask=inside, other=0.0).to(tl.float32).to(tl.bfloat16).to(tl.float32)
-    value = tl.where(tl.abs(value) < 1.0842021724855044e-19, 0.0, value)
+    size = tl.abs(value)
+    value = tl.where(size < 1.0842021724855044e-19, 0.0, value)  # 2^-63
+    value = tl.where(size >= 1.8446744073709552e19, value * float("inf"), value)  # 2^64
     tl.store(out + where, value.to(out.dtype.element_ty), mask=where < total)
 
 

@@ -56,10 +56,16 @@ def install() -> None:
     @functools.wraps(save_model)
     def save_peft_model(self: PeftModel, *args: Any, **kwargs: Any) -> Any:
         refuse_share(self)
-        for name, config in self.peft_config.items():
-            if stamp := stamp_of(_adapted(self, name)):
-                _keep(config, stamp.to_json())
-        return save_model(self, *args, **kwargs)
+        before = {name: config.__dict__.get(KEY) for name, config in self.peft_config.items()}
+        try:
+            for name, config in self.peft_config.items():
+                if stamp := stamp_of(_adapted(self, name)):
+                    _keep(config, stamp.to_json())
+            return save_model(self, *args, **kwargs)
+        finally:  # the caller's config, which may serve another model
+            for name, stamp in before.items():
+                self.peft_config[name].__dict__.pop(KEY, None)
+                _keep(self.peft_config[name], stamp)
 
     @functools.wraps(inject)
     def inject_adapter(self: LoraModel, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
 """The merged weight Q(W + scaling · b a): what merging writes, and what a merge-aware forward multiplies with.
 
 Every step is one fp32 rounding in a fixed order, so that every device gives the same bytes: the factors are rounded to
-bf16, those below 2^-63 to 0, so that fp32 holds each product exactly and a fused sum is no other; products are summed
-from r = 0 on; then comes the scaling, then the sum with W.
+bf16, those below 2^-63 to 0 and those from 2^64 on to infinity, so that fp32 holds each product exactly and a fused sum
+is no other; products are summed from r = 0 on; then comes the scaling, then the sum with W.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..format import NVFP4, dequantize, format_of, quantize
 
-SMALLEST_FACTOR = 2.0**-63
+SMALLEST_FACTOR, FACTOR_LIMIT = 2.0**-63, 2.0**64
 _CHUNK_ELEMENTS = 1 << 22
 
 
@@ -55,9 +55,11 @@ def lora_delta(a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 def rounded_factor(factor: Tensor) -> Tensor:
-    """What merging multiplies with: the nearest bf16 as fp32, and 0 below 2^-63; contiguous."""
+    """What merging multiplies with: the nearest bf16 as fp32, 0 below 2^-63, infinite from 2^64 on; contiguous."""
     rounded = factor.detach().to(torch.bfloat16).to(torch.float32).contiguous()
-    return torch.where(rounded.abs() < SMALLEST_FACTOR, 0.0, rounded)
+    size = rounded.abs()
+    rounded = torch.where(size < SMALLEST_FACTOR, 0.0, rounded)
+    return torch.where(size >= FACTOR_LIMIT, rounded * torch.inf, rounded)
 
 
 def _chunks(codes: Tensor) -> Iterator[tuple[int, slice]]:
