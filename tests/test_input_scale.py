@@ -168,6 +168,21 @@ def test_a_checkpoint_without_scales_is_refused_before_anything_changes(tmp_path
         use_input_scales(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("how", ["algorithm", "bits"])
+def test_scales_of_8_bit_activations_are_refused(how: str, tmp_path: Path) -> None:
+    """They are amax / 448, and NVFP4's amax / 2688."""
+    tensors, config = load_file(GOLDEN / QWEN / "model.safetensors"), read_config(GOLDEN / QWEN)
+    declared = config["quantization_config"]
+    if how == "algorithm":
+        declared["quant_algo"] = "W4A8_NVFP4_FP8"
+    else:
+        declared["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": False}
+    write(tmp_path, tensors, config, declared)
+    model = load(tmp_path)
+    with pytest.raises(ValueError, match="its checkpoint's scales are those of 8-bit activations"):
+        use_input_scales(model)
+
+
 @pytest.mark.parametrize(("scale", "refused"), [(None, False), (0.0, False), (-1e-3, True), (torch.inf, True)])
 def test_an_expert_may_lack_its_scale_but_not_have_a_wrong_one(
     scale: float | None, refused: bool, tmp_path: Path

@@ -17,7 +17,7 @@ def use_input_scales(model: nn.Module, on: bool = True) -> int:
     on: False goes back to a scale for each row; compute stays.
 
     ValueError, before anything is changed, for a model without packed modules and for a module that was not loaded from
-    a checkpoint with such scales.
+    a checkpoint with such scales, or with those of 8-bit activations.
     """
     found = {path: m for path, m in model.named_modules() if isinstance(m, NVFP4Experts | NVFP4Linear)}
     scales = {path: _of(path, module) if on else (None,) * len(module._products) for path, module in found.items()}
@@ -31,6 +31,8 @@ def _of(path: str, module: NVFP4Experts | NVFP4Linear) -> tuple[Tensor, ...]:
     form = module.__dict__.get(FORM)
     if form is None or form.input_scales is None:
         raise ValueError(f"{path}: it was not loaded from a checkpoint with calibrated scales of activations")
+    if form.takes_8_bits:
+        raise ValueError(f"{path}: its checkpoint's scales are those of 8-bit activations, not of NVFP4's")
     scales = torch.where(form.input_scales.meant.isnan(), 0, form.input_scales.meant)
     known = scales.amax(0)  # of gate, up, down
     products = (known,) if isinstance(module, NVFP4Linear) else (known[:-1], known[-1:])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from .files import Reader, TensorInfo
 from .folder import read_json, read_tensors
 from .forms import Form, form_of_experts, form_of_linear
 from .layouts import Packed, find_weights
-from .quantiser import check_convention, check_quantiser, group_sizes
+from .quantiser import check_convention, check_quantiser, group_sizes, takes_8_bits
 from .read import (
     check_global_scale,
     read_experts,
@@ -49,6 +50,7 @@ class Checkpoint:
         method = check_quantiser(folder, self.config, hf_quant, tensors)
         found = find_weights(tensors, group_sizes(self.config, hf_quant))
         check_convention(folder, method, found.packed)
+        self._takes_8_bits = takes_8_bits(self.config, hf_quant)
         self._stacks = {stack.entry.path: stack for stack in find_stacks(found.packed, found.rest, self.config)}
         self.experts: dict[str, ExpertsEntry] = {path: stack.entry for path, stack in self._stacks.items()}
         taken = {name for entry in self.experts.values() for name in entry.tensors}
@@ -102,8 +104,10 @@ class Checkpoint:
         """How the files keep the weights at a path of `experts` or `linears`, and their global scales as stored."""
         with Reader() as reader:
             if path in self._stacks:
-                return form_of_experts(reader, self._stacks[path])
-            return form_of_linear(reader, _get(self._packed, path, "linears", self.folder))
+                form = form_of_experts(reader, self._stacks[path])
+            else:
+                form = form_of_linear(reader, _get(self._packed, path, "linears", self.folder))
+        return replace(form, takes_8_bits=self._takes_8_bits)
 
     def load_linear(self, path: str, rows: range | None = None) -> PackedWeight:
         """The packed dense layer at a module path of `linears`; `rows`: those alone, N of them."""

@@ -29,6 +29,7 @@ class Form:
     global_scales: `[E, P]`; None for MXFP4, and for weights that no file had.
     input_scales: `[E, P]`, those of the activations, NaN where the file has none; None where it has none at all.
     repeat: blocks that share a scale in the file, 1 or 2.
+    takes_8_bits: the input scales are those of 8-bit activations.
     """
 
     names: Names
@@ -37,6 +38,7 @@ class Form:
     global_scales: Numbers | None = None
     input_scales: Numbers | None = None
     repeat: int = 1
+    takes_8_bits: bool = False
 
     @property
     def numbered(self) -> bool:

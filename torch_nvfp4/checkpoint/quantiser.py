@@ -1,6 +1,6 @@
 """Who quantised a checkpoint, as its configs declare, and whether the tensors are of that hand."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +53,31 @@ def _declared(
 
 def group_sizes(config: Mapping[str, Any], hf_quant: Mapping[str, Any]) -> set[int]:
     """Every number of weights to a scale that the configs name, of whichever layers."""
+    sizes = (source.get("group_size") for source in _declarations(config, hf_quant))
+    return {size for size in sizes if type(size) is int}
+
+
+def takes_8_bits(config: Mapping[str, Any], hf_quant: Mapping[str, Any]) -> bool:
+    """Whether a 4-bit layer is declared with 8-bit activations, whose calibrated scales are another format's."""
+    for source in _declarations(config, hf_quant):
+        parts = source.get("weights"), source.get("input_activations")
+        bits = [part.get("num_bits") if isinstance(part, Mapping) else None for part in parts]
+        if bits == [4, 8] or str(source.get("quant_algo")).startswith("W4A8"):
+            return True
+    return False
+
+
+def _declarations(config: Mapping[str, Any], hf_quant: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Every mapping of the configs that says how layers are quantised."""
     text = config.get("text_config")
     sources = [config.get("quantization_config"), hf_quant.get("quantization")]
     sources += [text.get("quantization_config")] if isinstance(text, Mapping) else []
-    found: set[int] = set()
     while sources:
         source = sources.pop()
         if isinstance(source, Mapping):
+            yield source
             sources += [value for key, value in source.items() if key in _NESTED or key.startswith("group_")]
             sources += source.get("quantized_layers", {}).values() if _is_map(source.get("quantized_layers")) else []
-            if type(size := source.get("group_size")) is int:
-                found.add(size)
-    return found
 
 
 def _is_map(value: Any) -> bool:
