@@ -13,7 +13,7 @@ from strategies import make_layer
 from torch import Tensor
 
 import torch_nvfp4.hf  # noqa: F401  (registers the loader)
-from torch_nvfp4.checkpoint import open_checkpoint, use_input_scales
+from torch_nvfp4.checkpoint import convert_folder, open_checkpoint, use_input_scales
 from torch_nvfp4.format import dequantize, quantize
 from torch_nvfp4.nn import PROJECTIONS, NVFP4Experts, NVFP4Linear, set_numerics
 from torch_nvfp4.ops.rows import quantize_rows
@@ -181,6 +181,11 @@ def test_scales_of_8_bit_activations_are_refused(how: str, tmp_path: Path) -> No
     model = load(tmp_path)
     with pytest.raises(ValueError, match="its checkpoint's scales are those of 8-bit activations"):
         use_input_scales(model)
+    convert_folder(tmp_path, tmp_path / "other", layout="compressed-tensors")
+    other = open_checkpoint(tmp_path / "other")
+    assert all(other.form(path).input_scales is None for path in (*other.experts, *other.linears))
+    group = other.config["quantization_config"]["config_groups"]["group_0"]
+    assert group["input_activations"] is None
 
 
 @pytest.mark.parametrize(("scale", "refused"), [(None, False), (0.0, False), (-1e-3, True), (torch.inf, True)])

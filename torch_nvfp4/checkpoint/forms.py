@@ -118,6 +118,8 @@ def retarget(path: str, form: Form, layout: str, format: str, config: Mapping[st
     if form.names.convention == layout:
         return form
     form = replace(form, repeat=1)
+    if form.takes_8_bits:  # what is written declares static scales as those of 4-bit activations
+        form = replace(form, input_scales=None, takes_8_bits=False)
     kinds = [kind for kind in model_types(config) if isinstance(kind, str) and kind in INTERLEAVED]
     interleaved = INTERLEAVED[kinds[0]] if kinds else None
     if layout == "mxfp4":
