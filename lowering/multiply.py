@@ -49,12 +49,12 @@ def choose_path(
     e, n, _ = weight.sizes
     if four_bits and block_scaled.supports(weight, x.device.index):
         return Path.BLOCK_SCALED
-    packed |= four_bits
-    multiplied, halves = product_dtype(x.dtype, weight.block), weight.global_scale.shape[1]
-    scratch_fits = not packed and configs.use_scratch(m, e, n, halves, multiplied, x.device.index)
     if hopper.supports(weight, x, transposed=transposed):
         return Path.HOPPER
-    return Path.SCRATCH if scratch_fits else Path.LOOP
+    if packed or four_bits:
+        return Path.LOOP
+    multiplied, halves = product_dtype(x.dtype, weight.block), weight.global_scale.shape[1]
+    return Path.SCRATCH if configs.use_scratch(m, e, n, halves, multiplied, x.device.index) else Path.LOOP
 
 
 class Merging(NamedTuple):

@@ -145,18 +145,18 @@ def poison() -> Iterator[Callable[[], None]]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator["Ranks"]:
-    """A group of two processes that lasts for a file."""
+def two(request: pytest.FixtureRequest) -> Iterator["Ranks"]:
+    """Two processes that last for a file, in a process group unless the file says `GROUPED = False`."""
     from ranks import Ranks
 
-    with Ranks(2) as ranks:
+    with Ranks(2, grouped=getattr(request.module, "GROUPED", True)) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator["Ranks"]:
+def four(request: pytest.FixtureRequest) -> Iterator["Ranks"]:
     """As `two`."""
     from ranks import Ranks
 
-    with Ranks(4) as ranks:
+    with Ranks(4, grouped=getattr(request.module, "GROUPED", True)) as ranks:
         yield ranks

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from torch_nvfp4 import hf
 from torch_nvfp4.train.config import FinetuneConfig
 
 WORDS = "the expert routes a token to four small matrices and each of them adds its own low rank answer".split()
@@ -79,6 +80,13 @@ def make_folder(folder: Path) -> Path:
     (folder / "a.txt").write_text(make_text(1))
     (folder / "b.txt").write_text(make_text(2, words=300))
     return folder
+
+
+def save_packed_base(folder: Path) -> None:
+    """Beside `base` of `make_folder`, the same with packed experts: `packed`."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    hf.save_packed(hf.quantize_experts(model), folder / "packed")
+    save_tokenizer(folder / "packed")
 
 
 def tiny_config(folder: Path, output: Path, **changes: Any) -> FinetuneConfig:

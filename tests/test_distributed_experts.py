@@ -246,6 +246,17 @@ def test_models_of_transformers(two: Ranks, adapters: str, checkpointing: bool) 
     two.run(_language, adapters, checkpointing)
 
 
+def _save_both(model: Any, one: Any, adapters: str, folder: str) -> None:
+    """Rank 0 writes the adapters of the split model and those of the whole one."""
+    with whole_adapters(model):
+        if dist.get_rank() == 0:
+            for given, name in ((model, "split"), (one, "one")):
+                if adapters == "own":
+                    save_adapter(given, f"{folder}/{name}")
+                else:
+                    given.save_pretrained(f"{folder}/{name}")
+
+
 def _saved(adapters: str, folder: str) -> None:
     """Within whole_adapters rank 0 writes the file that one process writes; then training goes on."""
     mesh = ep.mesh_of(2)
@@ -257,13 +268,7 @@ def _saved(adapters: str, folder: str) -> None:
     if adapters == "own":
         with pytest.raises(ValueError, match="save within torch_nvfp4.distributed.whole_adapters"):
             save_adapter(model, f"{folder}/share")
-    with whole_adapters(model):
-        if dist.get_rank() == 0:
-            for given, name in ((model, "split"), (one, "one")):
-                if adapters == "own":
-                    save_adapter(given, f"{folder}/{name}")
-                else:
-                    given.save_pretrained(f"{folder}/{name}")
+    _save_both(model, one, adapters, folder)
     assert before == [parameter.data_ptr() for parameter in model.parameters()]
     language_loss(model, of_rank(sequences())).backward()
 
@@ -290,13 +295,7 @@ def _saved_sharded(adapters: str, folder: str) -> None:
     before = list(model.parameters())
     with torch.no_grad():
         loss = language_loss(model, of_rank(sequences()))  # what FSDP2 leaves gathered is not what trains
-    with whole_adapters(model):
-        if dist.get_rank() == 0:
-            for given, name in ((model, "split"), (one, "one")):
-                if adapters == "own":
-                    save_adapter(given, f"{folder}/{name}")
-                else:
-                    given.save_pretrained(f"{folder}/{name}")
+    _save_both(model, one, adapters, folder)
     dist.barrier()
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     if adapters == "own":

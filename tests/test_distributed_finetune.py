@@ -9,43 +9,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from finetune_tiny import make_folder, save_tokenizer, tiny_config
+from finetune_tiny import make_folder, save_packed_base, tiny_config
 from ranks import Ranks, free_port
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from torch_nvfp4 import hf
 from torch_nvfp4.train import compilers, loop
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, Interrupted
 
+GROUPED = False  # finetune makes its own process group
 OPTIONS: dict[str, Any] = {"steps": 6, "grad_accum": 4, "batch": 1, "save_every": 2, "eval_every": 3, "lr": 1e-3}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = make_folder(tmp_path_factory.mktemp("sharded"))
-    model = hf.quantize_experts(AutoModelForCausalLM.from_pretrained(made / "base", dtype=torch.float32))
-    hf.save_packed(model, made / "packed")
-    save_tokenizer(made / "packed")
+    save_packed_base(made)
     return made
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4, grouped=False) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, grouped=False) as ranks:
-        yield ranks
 
 
 def _run(config: FinetuneConfig) -> tuple[Any, ...]:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from finetune_tiny import WORDS, make_folder, save_model, save_tokenizer, tiny_config
+from finetune_tiny import WORDS, make_folder, save_model, save_packed_base, save_tokenizer, tiny_config
 from ranks import Ranks, free_port
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from torch_nvfp4 import hf
 from torch_nvfp4.train import compilers, loop
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError
 from torch_nvfp4.train.report import FinetuneResult
 from torch_nvfp4.train.sharded import check_experts
 
+GROUPED = False  # finetune makes its own process group
 OPTIONS: dict[str, Any] = {"steps": 3, "grad_accum": 4, "batch": 1, "save_every": 2, "eval_every": 2, "lr": 1e-3}
 
 # Kinds of runs, each of which one process does too. The first clips every step, and SGD's steps are as long as clipped.
@@ -43,24 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = make_folder(tmp_path_factory.mktemp("split"))
     save_model(made / "untied", tie_word_embeddings=False)
     save_tokenizer(made / "untied")
-    model = hf.quantize_experts(AutoModelForCausalLM.from_pretrained(made / "base", dtype=torch.float32))
-    hf.save_packed(model, made / "packed")
-    save_tokenizer(made / "packed")
+    save_packed_base(made)
     samples = [" ".join(WORDS[(n * k) % len(WORDS)] for k in range(3 + n % 5)) for n in range(1, 40)]
     (made / "chats.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in samples))
     return made
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4, grouped=False) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, grouped=False) as ranks:
-        yield ranks
 
 
 def _config(folder: Path, output: str, kind: str = "", **changes: Any) -> FinetuneConfig:

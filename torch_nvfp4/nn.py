@@ -117,11 +117,11 @@ class _Numerics:
         scales: list[Tensor | None] = [getattr(self, f"{product}input_scale") for product in self._products]
         return [None if scale is None or self.compute != "w4a4" else scale.view(torch.float32) for scale in scales]
 
-    def _numerics_repr(self) -> str:
+    def _unusual_numerics(self) -> list[str]:
+        """In words, what is set that a new module has not."""
         calibrated = any(scale is not None for scale in self._input_scales())
-        return "".join(f", {word}" for word, on in ((self.compute, self.compute != "w4a16"),
-                                                    ("calibrated", calibrated),
-                                                    ("merge-aware", self.merge_aware)) if on)  # fmt: skip
+        words = {self.compute: self.compute != "w4a16", "calibrated": calibrated, "merge-aware": self.merge_aware}
+        return [word for word, on in words.items() if on]
 
 
 def set_numerics(model: nn.Module, *, compute: str | None = None, merge_aware: bool | None = None) -> int:
@@ -385,7 +385,7 @@ class NVFP4Experts(_Numerics, nn.Module):
             a = getattr(self, f"{projection}_lora_a")
             if a is not None:
                 parts.append(f"{projection}_lora r={a.shape[1]}")
-        return ", ".join(parts) + self._numerics_repr()
+        return ", ".join([*parts, *self._unusual_numerics()])
 
 
 class NVFP4Linear(_Numerics, nn.Module):
@@ -480,7 +480,5 @@ class NVFP4Linear(_Numerics, nn.Module):
 
     def extra_repr(self) -> str:
         lora = "" if self.lora_a is None else f", lora r={self.lora_a.shape[0]}"
-        return (
-            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.format}{lora}"
-            + self._numerics_repr()
-        )
+        sizes = f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.format}{lora}"
+        return ", ".join([sizes, *self._unusual_numerics()])

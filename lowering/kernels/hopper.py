@@ -126,7 +126,7 @@ def _produce(
     E, E_POW2: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
     TRANSPOSED: gl.constexpr, S: gl.constexpr, AFTER: gl.constexpr,
 ):  # fmt: skip
-    """Keep the ring filled: for each step the codes and two tiles of x, on one barrier."""
+    """Keep the ring filled: for each step the codes and a tile of x, on the barrier that its scales are told on too."""
     BYTES: gl.constexpr = _M * _K // 2 + TOKENS * _K * 2
     count = 0
     for tile in range(gl.program_id(0), tiles, programs):

@@ -124,10 +124,10 @@ def find_packed(
 
 def tell_of_numerics(packed: PackedModules) -> None:
     """Warn of settings that are not the defaults (see `set_numerics`): no packed checkpoint holds them."""
-    changed = [module for module in packed.modules.values() if module._numerics_repr()]
+    changed = [module for module in packed.modules.values() if module._unusual_numerics()]
     if not changed:
         return
-    words = dict.fromkeys(word for module in changed for word in module._numerics_repr().split(", ") if word)
+    words = dict.fromkeys(word for module in changed for word in module._unusual_numerics())
     modes = sorted({module.compute for module in changed} - {"w4a16"})
     again = [f'compute="{mode}"' for mode in modes]
     again += ["merge_aware=True"] if any(module.merge_aware for module in changed) else []

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from .._lora.sharded import copy_whole, whole
+from .._lora.sharded import copy_whole, to_shards, whole
 from ..nn import PROJECTIONS
 from .experts import ParallelExperts, peft_wrappers
 
@@ -37,9 +36,7 @@ def whole_adapters(model: nn.Module) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, ParallelExperts)]
     if not layers:
         raise ValueError("the model has no split experts (parallelize_experts)")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # what a forward left gathered is a copy
+    to_shards(model)
     wrappers = list(peft_wrappers(model))
     held = list(_factors(model, layers, wrappers))
     sizes: list[tuple[Any, int]] = [(module, module.num_experts) for module in (*layers, *wrappers)]

@@ -15,21 +15,11 @@ def write_plot(progress: Progress, path: Path) -> None:
     axes = figure.add_subplot()
     axes.plot(*_columns(progress.train_losses), linewidth=1, alpha=0.7, label="training text")
     axes.plot(*_columns(progress.eval_losses), "o-", markersize=4, label="held-out text")
+    levels = [("quantised base", progress.quantized_loss, "tab:red", ":")]
     if progress.base_loss != progress.quantized_loss:
-        axes.axhline(
-            progress.base_loss,
-            color="black",
-            linestyle="--",
-            linewidth=1,
-            label=f"base, held-out: {progress.base_loss:.3f}",
-        )
-    axes.axhline(
-        progress.quantized_loss,
-        color="tab:red",
-        linestyle=":",
-        linewidth=1,
-        label=f"quantised base, held-out: {progress.quantized_loss:.3f}",
-    )
+        levels.insert(0, ("base", progress.base_loss, "black", "--"))
+    for name, loss, color, style in levels:
+        axes.axhline(loss, color=color, linestyle=style, linewidth=1, label=f"{name}, held-out: {loss:.3f}")
     axes.set_xlabel("optimiser steps")
     axes.set_ylabel("loss (nat per token)")
     axes.grid(alpha=0.3)

@@ -24,10 +24,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from torch_nvfp4 import lora
-from torch_nvfp4._lora.sharded import copy_whole, whole
+from torch_nvfp4._lora.sharded import copy_whole, to_shards, whole
 from torch_nvfp4.distributed import whole_adapters
 from torch_nvfp4.distributed.adapters import expert_factors, gathered, part_of
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, one_line
@@ -206,9 +205,7 @@ def _whole(model: nn.Module, ranks: Ranks) -> AbstractContextManager[None]:
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Tensor]:
     """All moments, whole, on the CPU; every rank asks, and those that do not `keep` them get none."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # parameters that a forward left gathered are not the optimiser's
+    to_shards(model)  # parameters that a forward left gathered are not the optimiser's
     shares = expert_factors(model)
     tensors = {}
     for name, parameter in trainable(model).items():
