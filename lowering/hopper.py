@@ -53,13 +53,12 @@ def product(
         return
     config = configs.hopper_config(rows_each, depth)
     tiles_m = cdiv(out_width, kernels.OUTPUTS)
-    tiles = (m // config.tokens + e) * tiles_m
-    programs = min(tiles, config.programs * configs.processors(x.device.index))
+    programs = min((m // config.tokens + e) * tiles_m, config.programs * configs.processors(x.device.index))
     launch(
         kernels.grouped_product, (programs,), x.device,
         kernels.x_boxes(x, config.tokens), row_scale, kernels.code_boxes(weight.codes, transposed), weight.scales,
         weight.global_scale, factor, u, bias, slots, slot_weights, offsets, out, n, out_width, u.shape[1],
-        tiles, tiles_m, programs,
+        tiles_m, programs,
         R=padded_rank(u.shape[1]), TOKENS=config.tokens, STEPS=depth // kernels.DEPTH, STAGES=config.stages,
         WARPS=config.warps, TRANSPOSED=transposed, WEIGHTED_BIAS=slots is not None,
         RAGGED=out_width % kernels.OUTPUTS != 0, DTYPE=TRITON_DTYPE[dtype], AFTER=after,

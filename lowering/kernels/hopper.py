@@ -2,7 +2,7 @@
 
 Both are out[token, m] = sum over k of W[m, k] x[token, k] with the weight as the left operand, decoded in registers:
 for `y`, m runs over the weight's rows and k over its columns; for `gx` (TRANSPOSED) the other way round. Written in
-Gluon, because overlap is all: one warp keeps a ring of tiles filled by TMA, another decodes block scales into it, once
+Gluon, because overlap is all: one warp keeps a ring of tiles filled by TMA, two more decode block scales into it, once
 for all, and the consumers decode half a step while the matrix units work on the half before. Triton itself would wait
 for each product (`grouped_gemm.settled`).
 
@@ -44,6 +44,7 @@ from .hopper_layouts import (
 )
 
 WORKER_REGISTERS = gl.constexpr(40)
+FILLERS = gl.constexpr(2)
 _M = gl.constexpr(OUTPUTS)
 _K = gl.constexpr(DEPTH)
 
@@ -74,22 +75,35 @@ def code_boxes(codes: Tensor, transposed: bool) -> TensorDescriptor:
 
 
 @gluon.jit
-def _locate_tile(tile, offsets, E, E_POW2: gl.constexpr, BLOCK: gl.constexpr, AFTER: gl.constexpr):
-    """`tiles.locate_tile`, each warp for itself."""
-    if AFTER:
-        tile += gl.load(offsets - 1) // BLOCK
-    LAYOUT: gl.constexpr = gl.BlockedLayout([E_POW2 // 32 if E_POW2 > 32 else 1], [32], [gl.num_warps()], [0])
-    experts = gl.arange(0, E_POW2, LAYOUT)
-    ends = gl.load(offsets + experts, mask=experts < E, other=0)
-    before = (ends // BLOCK + experts + 1 <= tile) & (experts < E)
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _count_tiles(offsets, E, E_POW2: gl.constexpr, BLOCK: gl.constexpr, AFTER: gl.constexpr):
+    """(row tiles of each expert, the same with those of the experts before it), each warp for itself.
+
+    Only tiles that have rows count: a tile without would leave its program idle while others still work.
+    """
+    EXPERTS: gl.constexpr = E_POW2 if E_POW2 > 32 else 32
+    experts = gl.arange(0, EXPERTS, gl.BlockedLayout([EXPERTS // 32], [32], [gl.num_warps()], [0]))
+    has_begin = experts < E
+    if not AFTER:
+        has_begin = has_begin & (experts > 0)
+    begin = gl.load(offsets + experts - 1, mask=has_begin, other=0)
+    end = gl.load(offsets + experts, mask=experts < E, other=0)
+    counts = (end - begin + BLOCK - 1) // BLOCK
+    return counts, gl.associative_scan(counts, 0, _add)
+
+
+@gluon.jit
+def _locate_tile(tile, offsets, counts, until, BLOCK: gl.constexpr, AFTER: gl.constexpr):
+    """(expert, first row, end row of the expert) of a row tile; see `_count_tiles`."""
+    before = until <= tile
     expert = gl.sum(before.to(gl.int32), 0)
-    has_begin = (expert > 0) & (expert < E)
-    if AFTER:
-        has_begin = expert < E
-    begin = gl.load(offsets + expert - 1, mask=has_begin, other=0)
-    end = gl.load(offsets + expert, mask=expert < E, other=0)
-    row = begin + (tile - begin // BLOCK - expert) * BLOCK
-    return expert, row, end
+    tile -= gl.sum(gl.where(before, counts, 0), 0)
+    begin = gl.load(offsets + expert - 1, mask=AFTER or expert > 0, other=0)
+    return expert, begin + tile * BLOCK, gl.load(offsets + expert)
 
 
 @gluon.jit
@@ -122,42 +136,45 @@ def _k_of_step(step, first, STEPS: gl.constexpr, TWO: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles, tiles_m, programs,
+    x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles_m, programs,
     E, E_POW2: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
     TRANSPOSED: gl.constexpr, S: gl.constexpr, AFTER: gl.constexpr,
 ):  # fmt: skip
     """Keep the ring filled: for each step the codes and a tile of x, on the barrier that its scales are told on too."""
     BYTES: gl.constexpr = _M * _K // 2 + TOKENS * _K * 2
     count = 0
-    for tile in range(gl.program_id(0), tiles, programs):
-        expert, row, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS, AFTER)
-        if row < end:
-            m = tile % tiles_m * _M
-            first = 0
-            if TRANSPOSED and S == 2:
-                first, _ratio, _large = _halves(global_scale, expert, S)
-            for step in range(STEPS):
-                k = _k_of_step(step, first, STEPS, TRANSPOSED and S == 2)
-                stage = count % STAGES
-                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(stage), BYTES)
-                if TRANSPOSED:
-                    place = [expert * N + k, m // 4]
-                else:
-                    place = [0, (expert * N + m) // 4, k // 4]
-                tma.async_copy_global_to_shared(codes, place, full.index(stage), codes_ring.index(stage))
-                tma.async_copy_global_to_shared(x, [row, k], full.index(stage), x_ring.index(stage))
-                count += 1
+    counts, until = _count_tiles(offsets, E, E_POW2, TOKENS, AFTER)
+    for tile in range(gl.program_id(0), gl.sum(counts, 0) * tiles_m, programs):
+        expert, row, end = _locate_tile(tile // tiles_m, offsets, counts, until, TOKENS, AFTER)
+        m = tile % tiles_m * _M
+        first = 0
+        if TRANSPOSED and S == 2:
+            first, _ratio, _large = _halves(global_scale, expert, S)
+        for step in range(STEPS):
+            k = _k_of_step(step, first, STEPS, TRANSPOSED and S == 2)
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), BYTES)
+            if TRANSPOSED:
+                place = [expert * N + k, m // 4]
+            else:
+                place = [0, (expert * N + m) // 4, k // 4]
+            tma.async_copy_global_to_shared(codes, place, full.index(stage), codes_ring.index(stage))
+            tma.async_copy_global_to_shared(x, [row, k], full.index(stage), x_ring.index(stage))
+            count += 1
 
 
 @gluon.jit
 def _fill_scales(
-    scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles, tiles_m, programs,
+    scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles_m, programs,
     E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, TOKENS: gl.constexpr,
     STEPS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr,
-    AFTER: gl.constexpr,
+    AFTER: gl.constexpr, FILLER: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring's block scales, one warp for all consumers: loads are two steps ahead of what is decoded."""
+    """Fill the ring's block scales for all consumers, one warp every FILLERS-th step, in turn.
+
+    Loads are two of its steps ahead of what it decodes.
+    """
     MX: gl.constexpr = B == 32
     TWO: gl.constexpr = TRANSPOSED and S == 2
     ROWS: gl.constexpr = _K if TRANSPOSED else _M
@@ -169,33 +186,35 @@ def _fill_scales(
     word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
     words = scales.to(gl.pointer_type(gl.int16 if MX else gl.int32), bitcast=True)
     count = 0
-    for tile in range(gl.program_id(0), tiles, programs):
-        expert, row_x, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS, AFTER)
-        if row_x < end:
-            m0 = tile % tiles_m * _M
-            first = 0
-            if TWO:
-                first, _ratio, _large = _halves(global_scale, expert, S)
-            if TRANSPOSED:
-                base = words + expert.to(gl.int64) * N * PER_ROW + m0 // (B * WORD)
-                inside = (word < (out_width - m0) // (B * WORD)) & (row < _K)
-            else:
-                base = words + (expert.to(gl.int64) * N + m0) * PER_ROW
-                inside = (row < out_width - m0) & (word < 1)
-            place = row * PER_ROW + word
-            now = _load_words(base, place, inside, 0, first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
-            after = _load_words(base, place, inside, min(1, STEPS - 1), first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
-            for step in range(STEPS):
-                ahead = gl.minimum(step + 2, STEPS - 1)
-                last = _load_words(base, place, inside, ahead, first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
-                scale = decode_scales(now, DTYPE, MX)
-                stage = count % STAGES
-                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-                scales_ring.index(stage).store(_to_slots(scale, B, TRANSPOSED))
-                mbarrier.arrive(full.index(stage), count=1)
-                now = after
-                after = last
-                count += 1
+    counts, until = _count_tiles(offsets, E, E_POW2, TOKENS, AFTER)
+    for tile in range(gl.program_id(0), gl.sum(counts, 0) * tiles_m, programs):
+        expert, _row, _end = _locate_tile(tile // tiles_m, offsets, counts, until, TOKENS, AFTER)
+        m0 = tile % tiles_m * _M
+        first = 0
+        if TWO:
+            first, _ratio, _large = _halves(global_scale, expert, S)
+        if TRANSPOSED:
+            base = words + expert.to(gl.int64) * N * PER_ROW + m0 // (B * WORD)
+            inside = (word < (out_width - m0) // (B * WORD)) & (row < _K)
+        else:
+            base = words + (expert.to(gl.int64) * N + m0) * PER_ROW
+            inside = (row < out_width - m0) & (word < 1)
+        place = row * PER_ROW + word
+        begin = (FILLER + (FILLERS - 1) * count) % FILLERS
+        nearest, next = gl.minimum(begin, STEPS - 1), gl.minimum(begin + FILLERS, STEPS - 1)
+        now = _load_words(base, place, inside, nearest, first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
+        after = _load_words(base, place, inside, next, first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
+        for step in range(begin, STEPS, FILLERS):
+            ahead = gl.minimum(step + 2 * FILLERS, STEPS - 1)
+            last = _load_words(base, place, inside, ahead, first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
+            scale = decode_scales(now, DTYPE, MX)
+            stage = (count + step) % STAGES
+            mbarrier.wait(empty.index(stage), (((count + step) // STAGES) & 1) ^ 1)
+            scales_ring.index(stage).store(_to_slots(scale, B, TRANSPOSED))
+            mbarrier.arrive(full.index(stage), count=1)
+            now = after
+            after = last
+        count += STEPS
 
 
 @gluon.jit
@@ -333,10 +352,18 @@ def _add_bias(
 
 
 @gluon.jit
+def _anew(number):
+    """The same number, of which the compiler does not know it: it keeps nothing computed from it from tile to tile."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _store(
     acc, out, row, end, m0, out_width, TOKENS: gl.constexpr, WARPS: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     OUT: gl.constexpr = out_layout(TOKENS, WARPS)
+    if WARPS == 8:  # 256 rows' places would take registers that the main loop needs
+        out_width = _anew(out_width)
     tile = acc.to(DTYPE).reshape([2, 4, 2, 8, TOKENS]).permute((4, 1, 3, 0, 2)).reshape([TOKENS, _M])
     tile = gl.convert_layout(tile, OUT, assert_trivial=True)
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, OUT))
@@ -349,29 +376,29 @@ def _store(
 @gluon.jit
 def _consume(
     full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots, slot_weights,
-    offsets, out, N, out_width, lora_r, tiles, tiles_m, programs,
+    offsets, out, N, out_width, lora_r, tiles_m, programs,
     E, E_POW2: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
     TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, UNIT: gl.constexpr,
     DTYPE: gl.constexpr, AFTER: gl.constexpr, HALF_TILES: gl.constexpr,
 ):  # fmt: skip
     count = 0
-    for tile in range(gl.program_id(0), tiles, programs):
-        expert, row, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS, AFTER)
-        if row < end:
-            m0 = tile % tiles_m * _M
-            if HALF_TILES and end - row <= TOKENS // 2:
-                count = _multiply(
-                    full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
-                    slot_weights, out, N, out_width, lora_r, count, expert, row, end, m0, B, S, R, TOKENS // 2, STEPS,
-                    STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE,
-                )  # fmt: skip
-            else:
-                count = _multiply(
-                    full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
-                    slot_weights, out, N, out_width, lora_r, count, expert, row, end, m0, B, S, R, TOKENS, STEPS,
-                    STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE,
-                )  # fmt: skip
+    counts, until = _count_tiles(offsets, E, E_POW2, TOKENS, AFTER)
+    for tile in range(gl.program_id(0), gl.sum(counts, 0) * tiles_m, programs):
+        expert, row, end = _locate_tile(tile // tiles_m, offsets, counts, until, TOKENS, AFTER)
+        m0 = tile % tiles_m * _M
+        if HALF_TILES and end - row <= TOKENS // 2:
+            count = _multiply(
+                full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
+                slot_weights, out, N, out_width, lora_r, count, expert, row, end, m0, B, S, R, TOKENS // 2, STEPS,
+                STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE,
+            )  # fmt: skip
+        else:
+            count = _multiply(
+                full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
+                slot_weights, out, N, out_width, lora_r, count, expert, row, end, m0, B, S, R, TOKENS, STEPS,
+                STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -451,10 +478,10 @@ def _finish(
     _store(acc, out, row, end, m0, out_width, TOKENS, WARPS, DTYPE)
 
 
-@gluon.jit(do_not_specialize=["tiles", "tiles_m", "programs"])
+@gluon.jit(do_not_specialize=["tiles_m", "programs"])
 def grouped_product(
     x, row_scale, codes, scales, global_scale, factor, u, bias, slots, slot_weights, offsets, out, N, out_width,
-    lora_r, tiles, tiles_m, programs,
+    lora_r, tiles_m, programs,
     E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
     TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, RAGGED: gl.constexpr, UNIT: gl.constexpr,
@@ -475,14 +502,17 @@ def grouped_product(
         [
             (_consume, (
                 full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
-                slot_weights, offsets, out, N, out_width, lora_r, tiles, tiles_m, programs, E, E_POW2, B, S, R, TOKENS,
+                slot_weights, offsets, out, N, out_width, lora_r, tiles_m, programs, E, E_POW2, B, S, R, TOKENS,
                 STEPS, STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE, AFTER, HALF_TILES)),
             (_produce, (
-                x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles, tiles_m, programs,
+                x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles_m, programs,
                 E, E_POW2, TOKENS, STEPS, STAGES, TRANSPOSED, S, AFTER)),
             (_fill_scales, (
-                scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles, tiles_m, programs,
-                E, E_POW2, C, B, S, TOKENS, STEPS, STAGES, TRANSPOSED, RAGGED, DTYPE, AFTER)),
+                scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles_m, programs,
+                E, E_POW2, C, B, S, TOKENS, STEPS, STAGES, TRANSPOSED, RAGGED, DTYPE, AFTER, 0)),
+            (_fill_scales, (
+                scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles_m, programs,
+                E, E_POW2, C, B, S, TOKENS, STEPS, STAGES, TRANSPOSED, RAGGED, DTYPE, AFTER, 1)),
         ],
-        [1, 1], [WORKER_REGISTERS, WORKER_REGISTERS],
+        [1] * 3, [WORKER_REGISTERS] * 3,
     )  # fmt: skip
