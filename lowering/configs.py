@@ -144,8 +144,11 @@ SHRINK_RANKS = 64
 GLU_ROWS, GLU_COLUMNS = 8, 256
 WGRAD_ROWS, WGRAD_WIDE = 64, 128
 WGRAD_PROGRAMS, WGRAD_ROWS_PER_SPLIT = 1056, 512
-ROUTE_BLOCK = 256
-ROUTE_CHUNKS = 128
+ROUTE_AT_ONCE = ((512, 4), (4096, 8))
+"""(slots, warps) of routing in one launch: the first that has room for all slots."""
+ROUTE_BLOCK, ROUTE_WARPS = 128, 4
+ROUTE_CHUNKS = 1024
+"""At most; a chunk is as many blocks as that takes."""
 
 
 @cache
