@@ -88,7 +88,7 @@ class HopperConfig:
 # epilogue: only many rows and long sums pay. Small tiles wait for memory more than they compute: three or four of them
 # a processor are 12 to 17 % faster than two.
 HOPPER_CONFIGS = (
-    HopperConfig(256, 1536, 4096, 5, 8, 1, 168),
+    HopperConfig(256, 1536, 1536, 5, 8, 1, 168),
     HopperConfig(128, 96, 0, 5, 4, 2, 128),
     HopperConfig(64, 24, 0, 8, 4, 2, 128),
     HopperConfig(32, 12, 0, 8, 4, 3, 80),
