@@ -10,9 +10,10 @@ import triton.language as tl
 
 @triton.jit
 def _expert_of(ids, slots, M, E):
-    """The expert of each slot, E where it is not routed (or lies after the last slot: such a slot must be masked)."""
-    expert = tl.load(ids + slots, mask=slots < M, other=-1).to(tl.int64)
-    return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
+    """The expert of each slot, E where it is not routed or lies after the last one."""
+    inside = slots < M
+    expert = tl.load(ids + slots, mask=inside, other=0).to(tl.int64)  # no unsigned id could say "none"
+    return tl.where(inside & (expert >= 0) & (expert < E), expert, E).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["M"])
