@@ -218,7 +218,6 @@ def _shrink(
         OUT_WIDTH=0 if values is None else values.shape[1], R=ranks, ROWS=configs.SHRINK_ROWS,
         COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=by_rank, X_ORDER=x_order, ORDER=order,
         PRECISION=precision(x.dtype), DTYPE=TRITON_DTYPE[x.dtype], num_warps=4,
-        num_stages=configs.SHRINK_STAGES if rows is None else configs.GATHER_STAGES,
     )  # fmt: skip
 
 

@@ -65,8 +65,7 @@ def _gather_and_shrink(
         ROWS=configs.SHRINK_ROWS, COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=by_rank, X_ORDER=x_order, ORDER=order,
         PRECISION=precision(x.dtype), DTYPE=x.dtype, **expert_sizes(x.e),
     )  # fmt: skip
-    stages = configs.SHRINK_STAGES if x.slots is None else configs.GATHER_STAGES
-    way = Variant({}, Grid(configs.SHRINK_ROWS, x.e, y=cdiv(r, ranks) if r else 1), stages=stages)
+    way = Variant({}, Grid(configs.SHRINK_ROWS, x.e, y=cdiv(r, ranks) if r else 1))
     tensors = {"x": x.tensor, "slots": x.slots, "offsets": x.offsets, "factor": factor}
     if out_width is None:
         return None, Launch(shrink.shrink, tensors | {"u": OUTPUT}, constants, x.m, [x.m, r], x.dtype).run(way)
