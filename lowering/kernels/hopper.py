@@ -150,7 +150,7 @@ def _add_bias(
 
 @gluon.jit
 def _anew(number):
-    """The same number, of which the compiler does not know it: it keeps nothing computed from it from tile to tile."""
+    """The same number, and the compiler cannot tell: what is computed from it is not kept from tile to tile."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -170,7 +170,7 @@ def fill_scales(
             base = words + (expert.to(gl.int64) * N + m0) * PER_ROW
             inside = (row < out_width - m0) & (word < 1)
         place = row * PER_ROW + word
-        begin = (FILLER + (FILLERS - 1) * count) % FILLERS
+        begin = (FILLER + (FILLERS - 1) * count) % FILLERS  # this warp's first step, going on with its turn
         nearest, next = gl.minimum(begin, STEPS - 1), gl.minimum(begin + FILLERS, STEPS - 1)
         now = _load_words(base, place, inside, nearest, first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
         after = _load_words(base, place, inside, next, first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
