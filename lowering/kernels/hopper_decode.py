@@ -54,15 +54,26 @@ _DECODE_FP16, _DECODE_FP16_2 = gl.constexpr(_nibbles("fp16", 4)), gl.constexpr(_
 _DECODE_BF16_MX, _DECODE_BF16_MX_2 = (gl.constexpr(_nibbles("bf16", n, _MX_LIFT)) for n in (4, 2))
 
 
-def _e8m0_scales(count: int, lines: list[str]) -> str:
-    """PTX from two words of `count` e8m0 bytes to `count` pairs of bf16 scales, byte by byte.
+def _e8m0_scales() -> str:
+    """PTX from two words of two e8m0 bytes to two pairs of bf16 scales, byte by byte.
 
-    `lines` turn b, which holds the bytes' copies, into the results $0 … (written $R).
+    The bits are bf16's exponent, but that 0 means 2^-127 and 255 NaN.
     """
     text = ["{", ".reg .b32 b, m, n, s;"]
-    for i in range(count):
-        text += [f"prmt.b32 b, ${count}, ${count + 1}, 0x{i + 4:x}{i + 4:x}{i:x}{i:x};"]
-        text += [line.replace("$R", f"${i}") for line in lines]
+    for i in range(2):
+        text += [
+            f"prmt.b32 b, $2, $3, 0x{i + 4:x}{i + 4:x}{i:x}{i:x};",
+            "and.b32 b, b, 0x00FF00FF;",
+            "shl.b32 m, b, 7;",
+            "add.u32 n, b, 0x00010001;",
+            "and.b32 n, n, 0x01000100;",
+            "add.u32 s, b, 0x00FF00FF;",
+            "and.b32 s, s, 0x01000100;",
+            "xor.b32 s, s, 0x01000100;",
+            "or.b32 n, n, s;",
+            "shr.u32 n, n, 2;",
+            f"or.b32 ${i}, m, n;",
+        ]
     return "\n".join([*text, "}"])
 
 
@@ -83,21 +94,8 @@ def _e4m3_scales(dtype: str) -> str:
     return "\n".join([*text, "}"])
 
 
-# e8m0 bits are bf16's exponent, but that 0 means 2^-127 and 255 NaN.
-_E8M0_BF16 = [
-    "and.b32 b, b, 0x00FF00FF;",
-    "shl.b32 m, b, 7;",
-    "add.u32 n, b, 0x00010001;",
-    "and.b32 n, n, 0x01000100;",
-    "add.u32 s, b, 0x00FF00FF;",
-    "and.b32 s, s, 0x01000100;",
-    "xor.b32 s, s, 0x01000100;",
-    "or.b32 n, n, s;",
-    "shr.u32 n, n, 2;",
-    "or.b32 $R, m, n;",
-]
 _SCALE_BF16, _SCALE_FP16 = gl.constexpr(_e4m3_scales("bf16")), gl.constexpr(_e4m3_scales("fp16"))
-_SCALE_BF16_MX = gl.constexpr(_e8m0_scales(2, _E8M0_BF16))
+_SCALE_BF16_MX = gl.constexpr(_e8m0_scales())
 
 
 @gluon.jit

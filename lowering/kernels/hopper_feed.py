@@ -95,6 +95,15 @@ def halves(global_scale, expert, S: gl.constexpr):
 
 
 @gluon.jit
+def _first_half(global_scale, expert, TWO: gl.constexpr):
+    """Which half `_k_of_step` is to begin with."""
+    first = 0
+    if TWO:
+        first, _ratio, _large = halves(global_scale, expert, 2)
+    return first
+
+
+@gluon.jit
 def _k_of_step(step, first, STEPS: gl.constexpr, TWO: gl.constexpr):
     """Where a step begins along k; with TWO halves, the half `first` comes first."""
     k = step * K_STEP
@@ -112,16 +121,15 @@ def produce(
 ):  # fmt: skip
     """Keep the ring filled: for each step the codes and a tile of x, on the barrier that its scales are told on too."""
     BYTES: gl.constexpr = M_TILE * K_STEP // 2 + TOKENS * K_STEP * 2
+    TWO: gl.constexpr = TRANSPOSED and S == 2
     count = 0
     counts, until = count_tiles(offsets, E, E_POW2, TOKENS, AFTER)
     for tile in range(gl.program_id(0), gl.sum(counts, 0) * tiles_m, programs):
         expert, row, end = locate_tile(tile // tiles_m, offsets, counts, until, TOKENS, AFTER)
         m = tile % tiles_m * M_TILE
-        first = 0
-        if TRANSPOSED and S == 2:
-            first, _ratio, _large = halves(global_scale, expert, S)
+        first = _first_half(global_scale, expert, TWO)
         for step in range(STEPS):
-            k = _k_of_step(step, first, STEPS, TRANSPOSED and S == 2)
+            k = _k_of_step(step, first, STEPS, TWO)
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), BYTES)
@@ -160,9 +168,7 @@ def fill_scales(
     for tile in range(gl.program_id(0), gl.sum(counts, 0) * tiles_m, programs):
         expert, _row, _end = locate_tile(tile // tiles_m, offsets, counts, until, TOKENS, AFTER)
         m0 = tile % tiles_m * M_TILE
-        first = 0
-        if TWO:
-            first, _ratio, _large = halves(global_scale, expert, S)
+        first = _first_half(global_scale, expert, TWO)
         if TRANSPOSED:
             base = words + expert.to(gl.int64) * N * PER_ROW + m0 // (B * WORD)
             inside = (word < (out_width - m0) // (B * WORD)) & (row < K_STEP)
