@@ -84,16 +84,36 @@ class HopperConfig:
         return self.tokens >= 64
 
 
-# 256 tokens × 8 warps decode half as often for a product, but round more rows up, and nothing runs beside their
-# epilogue: only many rows and long sums pay. Small tiles wait for memory more than they compute: three or four of them
-# a processor are 12 to 17 % faster than two.
+# 256 tokens × 8 warps decode half as often for a product, which saves power, of which the card is short; but they round
+# more rows up, and nothing runs beside their epilogue: only many rows and long sums pay. Small tiles wait for memory
+# more than they compute: three or four of them a processor are 12 to 17 % faster than two.
 HOPPER_CONFIGS = (
-    HopperConfig(256, 1536, 1536, 5, 8, 1, 168),
+    HopperConfig(256, 768, 1536, 5, 8, 1, 168),
     HopperConfig(128, 96, 0, 5, 4, 2, 128),
     HopperConfig(64, 24, 0, 8, 4, 2, 128),
     HopperConfig(32, 12, 0, 8, 4, 3, 80),
     HopperConfig(16, 0, 0, 7, 4, 4, 64),
 )
+
+
+@dataclass(frozen=True)
+class FewRowsConfig:
+    """y = x Wᵀ of few rows an expert: OUTPUTS columns a tile; its warps, and how many chunks each takes in a step."""
+
+    outputs: int
+    chunks: int
+    warps: int
+
+
+FEW_ROWS = 4
+"""Up to this many rows an expert, a linear product has little to do but read the weight (at 8 the two are level)."""
+_ANY = 1 << 31
+FEW_ROWS_CONFIGS = (
+    (2048, FewRowsConfig(32, 1, 1)), (4096, FewRowsConfig(32, 1, 2)), (_ANY, FewRowsConfig(32, 1, 4))
+)  # fmt: skip
+"""(C, tile): the first that C is not above. A warp by itself waits for none, but for long sums its code is too long."""
+SPARSE_CONFIGS = ((1024, FewRowsConfig(16, 1, 1)), (_ANY, FewRowsConfig(16, 2, 2)))
+"""The same where so few experts have rows that the card is not full."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +161,8 @@ SCRATCH_ROWS_PER_EXPERT = 768
 
 SHRINK_ROWS, SHRINK_COLUMNS = 64, 128
 SHRINK_RANKS = 64
+SHRINK_ROW_RANKS, SHRINK_ROW_COLUMNS = 4, 2048
+"""Of a row by itself, see `shrinks_rows`."""
 GLU_ROWS, GLU_COLUMNS = 8, 256
 WGRAD_ROWS, WGRAD_WIDE = 64, 128
 WGRAD_PROGRAMS, WGRAD_ROWS_PER_SPLIT = 1056, 512
@@ -208,6 +230,22 @@ def dgrad_config(rows: int, dtype: torch.dtype, limit: int) -> DgradConfig:
 def hopper_config(rows: int, depth: int) -> HopperConfig:
     """The tile of the warp-specialised product that sums over `depth`; every one fits a Hopper card."""
     return next(c for c in HOPPER_CONFIGS if c.least_rows <= rows and c.least_depth <= depth)
+
+
+def few_rows_config(m: int, e: int, rows: int, c: int) -> FewRowsConfig | None:
+    """The tile of the product of few rows; None where an expert has more."""
+    if rows > FEW_ROWS:
+        return None
+    table = SPARSE_CONFIGS if 4 * m <= e else FEW_ROWS_CONFIGS
+    return next(config for most, config in table if c <= most)
+
+
+def shrinks_rows(m: int, e: int, by_rank: bool) -> bool:
+    """Whether a shrink takes row by row: with so few, tiles of an expert's rows are all but empty.
+
+    A factor `[C, R]` (not `by_rank`) is read in pieces of a few numbers, which more rows repeat.
+    """
+    return m <= e * (FEW_ROWS if by_rank else 1)
 
 
 def block_scaled_config(rows: int) -> BlockScaledConfig:

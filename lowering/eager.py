@@ -209,15 +209,26 @@ def _shrink(
     factor_width = 0 if factor is None else factor.shape[2 if by_rank else 1]
     ranks = min(padded_rank(r), configs.SHRINK_RANKS)
     values, row_scale = (None, None) if out is None else out[:2]
+    sizes: dict[str, Any] = dict(
+        E=e, E_POW2=power_of_two(e, 16), WIDTH=x.shape[1], FACTOR_WIDTH=factor_width,
+        OUT_WIDTH=0 if values is None else values.shape[1], BY_RANK=by_rank, X_ORDER=x_order, ORDER=order,
+        DTYPE=TRITON_DTYPE[x.dtype],
+    )  # fmt: skip
+    if r and moved is None and configs.shrinks_rows(u.shape[0], e, by_rank):
+        ranks = configs.SHRINK_ROW_RANKS
+        launch(
+            shrink.shrink_row, (u.shape[0], cdiv(r, ranks)), x.device,
+            x, x.stride(0), rows, offsets, contiguous(factor), u, values, scaling, r, top_k, R=ranks,
+            COLUMNS=min(configs.SHRINK_ROW_COLUMNS, power_of_two(x.shape[1], 32)), **sizes, num_warps=4,
+        )  # fmt: skip
+        return
     moved_rows = (None, None) if moved is None else moved[:2]
     launch(
         shrink.shrink,
         (row_tiles(u.shape[0], e, configs.SHRINK_ROWS), cdiv(r, ranks) if r else 1), x.device,
         x, x.stride(0), rows, offsets, contiguous(factor), u, values, scaling, r, top_k, *moved_rows, row_scale,
-        E=e, E_POW2=power_of_two(e, 16), WIDTH=x.shape[1], FACTOR_WIDTH=factor_width,
-        OUT_WIDTH=0 if values is None else values.shape[1], R=ranks, ROWS=configs.SHRINK_ROWS,
-        COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=by_rank, X_ORDER=x_order, ORDER=order,
-        PRECISION=precision(x.dtype), DTYPE=TRITON_DTYPE[x.dtype], num_warps=4,
+        R=ranks, ROWS=configs.SHRINK_ROWS, COLUMNS=configs.SHRINK_COLUMNS, PRECISION=precision(x.dtype), **sizes,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -1,25 +1,34 @@
-"""Launches the warp-specialised grouped product of `kernels/hopper.py`, where the card and the sizes allow it."""
+"""Launches Hopper's own grouped products, `kernels/hopper.py` and `few_rows.py`, where card and sizes allow them."""
 
 from functools import cache
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from . import configs
-from .launch import TRITON_DTYPE, cdiv, launch, padded_rank
+from .launch import TRITON_DTYPE, cdiv, launch, padded_rank, row_tiles
 from .weight import Weight
 
 
+class _Kernels(NamedTuple):
+    """The product, what feeds it, and the product of few rows."""
+
+    many_rows: ModuleType
+    feed: ModuleType
+    few_rows: ModuleType
+
+
 @cache
-def _kernels() -> tuple[ModuleType, ModuleType] | None:
-    """The product and what feeds it, or None where this Triton has no Gluon that they are known to work with."""
+def _kernels() -> _Kernels | None:
+    """None where this Triton has no Gluon that they are known to work with."""
     if not (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 7):
         return None
-    from .kernels import hopper, hopper_feed
+    from .kernels import few_rows, hopper, hopper_feed
 
-    return hopper, hopper_feed
+    return _Kernels(hopper, hopper_feed, few_rows)
 
 
 def supports(weight: Weight, x: Tensor, *, transposed: bool) -> bool:
@@ -46,17 +55,29 @@ def product(
     """
     kernels = _kernels()
     assert kernels is not None
-    kernel, feed = kernels
+    feed = kernels.feed
     e, n, c = weight.sizes
     m, dtype = x.shape[0], x.dtype
     out_width, depth = (c, n) if transposed else (n, c)
     if m == 0:
         return
+    few = None if transposed else configs.few_rows_config(m, e, rows_each, c)
+    if few is not None:
+        tiles_m, tokens = cdiv(n, few.outputs), kernels.few_rows.TOKENS.value
+        launch(
+            kernels.few_rows.few_rows_product, (min(m, row_tiles(m, e, tokens)) * tiles_m,), x.device,
+            x, row_scale, weight.codes, weight.scales, weight.global_scale, factor, u, bias, slots, slot_weights,
+            offsets, out, n, u.shape[1], tiles_m,
+            R=padded_rank(u.shape[1]), X_WIDTH=x.shape[1], OUTPUTS=few.outputs, CHUNKS=few.chunks, WARPS=few.warps,
+            WEIGHTED_BIAS=slots is not None, DTYPE=TRITON_DTYPE[dtype], AFTER=after, **weight.constants,
+            num_warps=few.warps,
+        )  # fmt: skip
+        return
     config = configs.hopper_config(rows_each, depth)
     tiles_m = cdiv(out_width, feed.OUTPUTS)
     programs = min((m // config.tokens + e) * tiles_m, config.programs * configs.processors(x.device.index))
     launch(
-        kernel.grouped_product, (programs,), x.device,
+        kernels.many_rows.grouped_product, (programs,), x.device,
         feed.x_boxes(x, config.tokens), row_scale, feed.code_boxes(weight.codes, transposed), weight.scales,
         weight.global_scale, factor, u, bias, slots, slot_weights, offsets, out, n, out_width, u.shape[1],
         tiles_m, programs,

@@ -1,11 +1,13 @@
 """Building CUDA kernels without a GPU: the targets they ship for, and a kernel compiled for one of them."""
 
+import subprocess
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 KIB = 1024
 SHARED_MEMORY = {
@@ -48,6 +50,26 @@ def build(
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=warps) | options)
     check(built, arch, float8)
     return built
+
+
+def build_gluon(kernel: Any, constants: dict[str, Any], types: dict[str, str], **options: Any) -> Any:
+    """A Gluon kernel compiled for Hopper as a launch with 16-byte aligned tensors and sizes would compile it."""
+    names = kernel.arg_names
+    known = POINTERS | types
+    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
+    aligned = [name for name, kind in signature.items() if kind.startswith("*") or kind == "i32"]
+    source = GluonASTSource(
+        kernel, signature, {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )  # fmt: skip
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def assembler_says(ptx: str) -> str:
+    """Of PTX for Hopper: registers, spills, and what it could not do as asked."""
+    path = triton.knobs.nvidia.ptxas.path
+    command = [path, "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "/dev/stdin"]
+    return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
 
 
 def check(built: Any, arch: int, float8: bool) -> None:

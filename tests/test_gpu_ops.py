@@ -96,6 +96,14 @@ LARGER = {
     "the largest tile, odd numbers of blocks": dict(t=700, k=1, e=2, h=160, i=96, ranks=(256, 2), bias=True),
     "more experts than a power of two": dict(t=200, k=4, e=130, h=96, i=64, pattern="sentinel"),
     "rows of 2880": dict(t=33, k=2, e=2, h=2880, i=2880, bias=True, activation="swiglu_oai"),
+    "few rows an expert": dict(t=40, k=3, e=64, h=192, i=320, ranks=(5, 33), bias=True),
+    "few rows an expert, all of one": dict(t=40, k=1, e=16, h=320, i=192, halves=1, pattern="one_expert"),
+    "few rows an expert, no LoRA, some of none": dict(
+        t=9, k=2, e=6, h=2112, i=64, ranks=(None, None), pattern="minus_one"
+    ),
+    "few rows an expert, MXFP4": dict(t=30, k=2, e=20, h=320, i=192, ranks=(130, 3), bias=True, fmt="mxfp4"),
+    "few rows an expert, a long sum": dict(t=5, k=1, e=2, h=8256, i=64),
+    "few rows, most experts none": dict(t=2, k=2, e=40, h=1088, i=192, ranks=(16, 20), bias=True),
 }
 
 

@@ -220,6 +220,9 @@ ROW_KERNELS = {
         WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_RANKS, ROWS=configs.SHRINK_ROWS,
         COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=True, X_SPLIT=False, SPLIT=True, X_ORDER=0,
         ORDER=1)),
+    "shrink of a row": (shrink.shrink_row, dict(
+        WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_ROW_RANKS, COLUMNS=configs.SHRINK_ROW_COLUMNS,
+        BY_RANK=True, X_ORDER=0, ORDER=2)),
     "gather of 4-bit rows": (shrink.shrink, dict(
         WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_RANKS, ROWS=configs.SHRINK_ROWS,
         COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=True, X_ORDER=0, ORDER=0)),

@@ -1,22 +1,18 @@
-"""The warp-specialised product without a GPU: built for Hopper in every shipped tile, and what its code must hold.
+"""Hopper's own products without a GPU: built in every shipped tile, and what their code must hold.
 
-It has no interpreter: its numbers are checked on a card, by the `gpu` tests of the ops.
+They have no interpreter: their numbers are checked on a card, by the `gpu` tests of the ops.
 """
 
 import re
-import subprocess
 from typing import Any
 
 import pytest
 import torch
-import triton
 import triton.language as tl
-from ahead_of_time import KIB, POINTERS
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from ahead_of_time import KIB, assembler_says, build_gluon
 
 from torch_nvfp4.lowering import configs
-from torch_nvfp4.lowering.kernels import hopper, hopper_feed
+from torch_nvfp4.lowering.kernels import few_rows, hopper, hopper_feed
 
 C, N = 2048, 1536
 
@@ -33,25 +29,25 @@ def build(config: configs.HopperConfig, transposed: bool, **changed: Any) -> Any
     constants.pop(constants.pop("given", None), None)
     x = hopper_feed.x_boxes(torch.empty(256, C, dtype=dtype), config.tokens)
     codes = hopper_feed.code_boxes(torch.empty(2, N, C // 2, dtype=torch.uint8), transposed)
-    types = POINTERS | {
+    types = {
         "x": f"tensordesc<{name}{x.block_shape},{x.layout!r}>", "u": f"*{name}", "out": f"*{name}",
         "codes": f"tensordesc<i16{codes.block_shape},{codes.layout!r}>",
     }  # fmt: skip
-    names = hopper.grouped_product.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or kind == "i32"]
-    source = GluonASTSource(
-        hopper.grouped_product, signature, {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    return build_gluon(
+        hopper.grouped_product, constants, types, num_warps=config.warps, maxnreg=config.registers
     )  # fmt: skip
-    options = dict(num_warps=config.warps, maxnreg=config.registers)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def assembler_says(ptx: str) -> str:
-    path = triton.knobs.nvidia.ptxas.path
-    command = [path, "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "/dev/stdin"]
-    return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+def build_few(config: configs.FewRowsConfig, **changed: Any) -> Any:
+    sizes = dict(E_POW2=128, C=C, B=16, S=2, R=16, UNIT=128.0, DTYPE=tl.bfloat16) | changed
+    constants = dict(
+        bias=None, slots=None, slot_weights=None, row_scale=None, OUTPUTS=config.outputs, CHUNKS=config.chunks,
+        WARPS=config.warps, WEIGHTED_BIAS=False, AFTER=False,
+    ) | sizes  # fmt: skip
+    constants.setdefault("X_WIDTH", constants["C"])
+    constants.pop(constants.pop("given", None), None)
+    types = dict.fromkeys(("x", "u", "out"), "*bf16" if sizes["DTYPE"] == tl.bfloat16 else "*fp16")
+    return build_gluon(few_rows.few_rows_product, constants, types, num_warps=config.warps)
 
 
 KINDS = [(config, transposed) for transposed in (False, True) for config in configs.HOPPER_CONFIGS]
@@ -80,21 +76,32 @@ def test_no_product_runs_on_registers_that_are_reused(config: configs.HopperConf
     assert operands and all(operand in waited | carried for operand in operands)
 
 
+OTHERS = {
+    "fp16": dict(DTYPE=tl.float16), "mxfp4": dict(B=32, UNIT=1.0, S=1), "no LoRA": dict(R=0, S=1),
+    "a large rank": dict(R=64), "a slice of experts": dict(AFTER=True), "4-bit rows": dict(given="row_scale"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        dict(DTYPE=tl.float16),
-        dict(B=32, UNIT=1.0, S=1),
-        dict(R=0, S=1),
-        dict(R=64),
-        dict(AFTER=True),
-        dict(given="row_scale"),
-    ],
-    ids=["fp16", "mxfp4", "no LoRA", "a large rank", "a slice of experts", "4-bit rows"],
-)
+@pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS)
 def test_other_formats_and_ranks_are_built(kind: dict[str, Any], transposed: bool) -> None:
     config = configs.hopper_config(512, N if transposed else C)
     built = build(config, transposed, **kind)
     assert "wgmma" in built.asm["ptx"]
     assert (built.metadata.shared + KIB) * config.programs <= 228 * KIB  # the system has 1 KiB of each program's
+
+
+@pytest.mark.parametrize(("most", "config"), configs.FEW_ROWS_CONFIGS + configs.SPARSE_CONFIGS, ids=str)
+def test_a_tile_of_few_rows_moves_no_value_between_threads(most: int, config: configs.FewRowsConfig) -> None:
+    built = build_few(config, C=min(most, 14336))
+    ptx = built.asm["ptx"]
+    assert "mma.sync" in ptx and "wgmma" not in ptx
+    # 16 bytes a load of codes and of x; shared memory holds the warps' parts of the sums, which are added up.
+    assert len(re.findall(r"ld\.global\S*\.v4", ptx)) >= ptx.count("mma.sync") // 4
+    assert built.metadata.shared <= 4 * config.warps * config.outputs * 8
+    assert "0 bytes spill stores" in assembler_says(ptx)
+
+
+@pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS)
+def test_few_rows_of_other_formats_and_ranks_are_built(kind: dict[str, Any]) -> None:
+    assert "0 bytes spill stores" in assembler_says(build_few(configs.FEW_ROWS_CONFIGS[0][1], **kind).asm["ptx"])

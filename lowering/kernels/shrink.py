@@ -110,3 +110,38 @@ def shrink(
         if R > 0:
             where = rows.to(tl.int64)[:, None] * lora_r + r[None, :]
             tl.store(u + where, (acc * scaling).to(DTYPE), mask=inside[:, None] & (r < lora_r)[None, :])
+
+
+@triton.jit
+def shrink_row(
+    x, x_stride, slots, offsets, factor, u, out, scaling, lora_r, top_k,
+    E, E_POW2: tl.constexpr, WIDTH: tl.constexpr, FACTOR_WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    R: tl.constexpr, COLUMNS: tl.constexpr, BY_RANK: tl.constexpr, X_ORDER: tl.constexpr, ORDER: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`shrink` of one row a program, and R ranks: a sum of its own for each, which all of a processor's cores share."""
+    row = tl.program_id(0)
+    experts = tl.arange(0, E_POW2)
+    ends = tl.load(offsets + experts, mask=experts < E, other=0)
+    expert = tl.sum(((ends <= row) & (experts < E)).to(tl.int32), 0)
+    if expert < E:
+        rows = row + tl.arange(0, 1)
+        inside = rows >= 0
+        source = token_rows(slots, rows, inside, top_k)
+        r = tl.program_id(1) * R + tl.arange(0, R)
+        factor_e = factor + expert.to(tl.int64) * lora_r * FACTOR_WIDTH
+        acc = tl.zeros((R,), tl.float32)
+        for column in range(0, WIDTH if out is None else OUT_WIDTH, COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            tile = tl.load(
+                x + source[:, None] * x_stride + columns[None, :], mask=(columns < WIDTH)[None, :], other=0.0
+            )
+            f = factor_tile(
+                factor_e, column, r, lora_r, FACTOR_WIDTH, WIDTH, COLUMNS, R, BY_RANK, X_ORDER, DTYPE
+            )  # fmt: skip
+            acc += tl.sum(f.to(tl.float32) * tl.reshape(tile, (COLUMNS, 1)).to(tl.float32), 0)
+            if out is not None:
+                if tl.program_id(1) == 0:
+                    store_rows(out, rows, inside, column, tile, OUT_WIDTH, 1, COLUMNS, ORDER)
+        where = row.to(tl.int64) * lora_r + r
+        tl.store(u + where, (acc * scaling).to(DTYPE), mask=r < lora_r)
