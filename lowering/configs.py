@@ -134,6 +134,32 @@ BLOCK_SCALED_CONFIGS = (
     BlockScaledConfig(32, 128, 64, 4, 4),
     BlockScaledConfig(16, 128, 64, 4, 4),
 )
+
+
+@dataclass(frozen=True)
+class GluBackwardConfig:
+    """ROWS rows × COLUMNS columns a step, SPAN columns a program, up to `ranks` of v."""
+
+    rows: int
+    columns: int
+    span: int
+    ranks: int
+    stages: int
+    warps: int
+
+    def chunks(self, width: int) -> int:
+        return -(-width // self.span)
+
+    def constants(self, halves: int) -> dict[str, int]:
+        """What the kernel is compiled for. Each warp multiplies a slice of the columns, of 16 or more for `tl.dot`."""
+        slices = min(self.warps, halves * self.columns // 16)
+        return dict(ROWS=self.rows, COLUMNS=self.columns, SPAN=self.span, SLICES=slices)
+
+
+# Never by M: chunks are a dim of what the two launches hand over, and M may be symbolic.
+GLU_BACKWARD = GluBackwardConfig(32, 128, 256, 64, 1, 8)
+GLU_BACKWARD_FP32 = GluBackwardConfig(16, 32, 256, 64, 1, 4)
+SUM_ROWS, SUM_COLUMNS = 16, 256
 DENSE_CONFIG = DenseConfig(128, 256, 64, 4, 8)
 DECODE_TILE = (16, 128, 4)
 SCRATCH_ROWS_PER_EXPERT = 768
@@ -205,6 +231,16 @@ def dgrad_config(rows: int, dtype: torch.dtype, limit: int) -> DgradConfig:
 def hopper_config(rows: int, depth: int) -> HopperConfig:
     """The tile of the warp-specialised product that sums over `depth`; every one fits a Hopper card."""
     return next(c for c in HOPPER_CONFIGS if c.least_rows <= rows and c.least_depth <= depth)
+
+
+def glu_backward_config(dtype: torch.dtype) -> GluBackwardConfig:
+    return GLU_BACKWARD_FP32 if dtype == torch.float32 else GLU_BACKWARD
+
+
+def opaque_by_ptx(dtype: torch.dtype, device: int) -> bool:
+    """Whether the GLU backward keeps the compiler from computing twice: only 16-bit products make it do so."""
+    _, hopper_or_later = device_limits(device)
+    return hopper_or_later and dtype.itemsize == 2
 
 
 def block_scaled_config(rows: int) -> BlockScaledConfig:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ahead_of_time import SHARED_MEMORY, build, family, unsettled_products
+from ahead_of_time import POINTER_TO, SHARED_MEMORY, build, family, unsettled_products
 
 from torch_nvfp4.lowering import block_scaled as launcher
 from torch_nvfp4.lowering import configs, pack
@@ -18,6 +18,7 @@ from torch_nvfp4.lowering.kernels import (
     combine,
     dequantize,
     glu,
+    glu_backward,
     grouped_gemm,
     merge,
     quantize,
@@ -226,9 +227,8 @@ ROW_KERNELS = {
     "glu": (glu.glu_forward, dict(
         WIDTH=768, H_WIDTH=768, ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, SPLIT=True, ORDER=1,
         ACTIVATION="silu", LIMIT=None)),
-    "glu backward": (glu.glu_backward, dict(
-        gy=None, gy_slots=None, bias=None, WIDTH=768, N=0, ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS,
-        ACTIVATION="swiglu_oai", LIMIT=7.0)),
+    "glu backward's sums": (glu_backward.sum_chunks, dict(
+        N=2880, CHUNKS=12, ROWS=configs.SUM_ROWS, COLUMNS=configs.SUM_COLUMNS)),
     "wgrad": (wgrad.wgrad, dict(
         NARROW=16, WIDE=configs.WGRAD_WIDE, ROWS=configs.WGRAD_ROWS)),
     "route count": (route.route_count, dict(BINS=1024, BLOCK=configs.ROUTE_BLOCK)),
@@ -242,11 +242,29 @@ ROW_KERNELS = {
 def test_row_kernels_compile_and_fit(name: str, arch: int) -> None:
     kernel, constants = ROW_KERNELS[name]
     types = {"rows": "*bf16"} if name == "combine" else {"out": "*fp32"} if name == "wgrad" else {}
+    types |= {"gw_chunks": "*fp32", "v_chunks": "*fp32"} if name.endswith("sums") else {}
     sizes = dict(SIZES)
     if name.endswith("4-bit rows"):
         types = {"moved": "*bf16"}
         del sizes["moved"], sizes["row_scale"]
     build(kernel, arch, sizes | constants, types, 8 if name.startswith("route") else 4)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_glu_backward_compiles_and_computes_its_activation_once(dtype: torch.dtype, rank: int, arch: int) -> None:
+    """… in the layout of the loads, and from sm_90 on not a second time in that of the product."""
+    config = configs.glu_backward_config(dtype)
+    constants = SIZES | dict(
+        WIDTH=768, R=rank, ACTIVATION="silu", LIMIT=None, PRECISION=precision(dtype),
+        PTX=arch >= 90 and dtype != torch.float32, **config.constants(2),
+    )  # fmt: skip
+    types = dict.fromkeys(("pre", "gh", "gpre", "h"), POINTER_TO[TRITON_DTYPE[dtype]])
+    types |= dict.fromkeys(("gw_chunks", "v_chunks"), "*fp32")
+    built = build(glu_backward.glu_backward, arch, constants, types, config.warps, num_stages=config.stages)
+    assert arch < 90 or len(re.findall(r"= math\.exp", built.asm["ttgir"])) == 1
+    assert ("mma.sync" in built.asm["ptx"]) == (dtype != torch.float32)
 
 
 ROWS = dict(
