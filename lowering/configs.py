@@ -88,7 +88,7 @@ class HopperConfig:
 # epilogue: only many rows and long sums pay. Small tiles wait for memory more than they compute: three or four of them
 # a processor are 12 to 17 % faster than two.
 HOPPER_CONFIGS = (
-    HopperConfig(256, 1536, 4096, 5, 8, 1, 168),
+    HopperConfig(256, 1536, 1536, 5, 8, 1, 168),
     HopperConfig(128, 96, 0, 5, 4, 2, 128),
     HopperConfig(64, 24, 0, 8, 4, 2, 128),
     HopperConfig(32, 12, 0, 8, 4, 3, 80),
@@ -170,8 +170,11 @@ SHRINK_RANKS = 64
 GLU_ROWS, GLU_COLUMNS = 8, 256
 WGRAD_ROWS, WGRAD_WIDE = 64, 128
 WGRAD_PROGRAMS, WGRAD_ROWS_PER_SPLIT = 1056, 512
-ROUTE_BLOCK = 256
-ROUTE_CHUNKS = 128
+ROUTE_AT_ONCE = ((512, 4), (4096, 8))
+"""(slots, warps) of routing in one launch: the first that has room for all slots."""
+ROUTE_BLOCK, ROUTE_WARPS = 128, 4
+ROUTE_CHUNKS = 1024
+"""At most; a chunk is as many blocks as that takes."""
 
 
 @cache

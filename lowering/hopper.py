@@ -13,13 +13,13 @@ from .weight import Weight
 
 
 @cache
-def _kernels() -> ModuleType | None:
-    """The kernels, or None where this Triton has no Gluon that they are known to work with."""
+def _kernels() -> tuple[ModuleType, ModuleType] | None:
+    """The product and what feeds it, or None where this Triton has no Gluon that they are known to work with."""
     if not (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 7):
         return None
-    from .kernels import hopper
+    from .kernels import hopper, hopper_feed
 
-    return hopper
+    return hopper, hopper_feed
 
 
 def supports(weight: Weight, x: Tensor, *, transposed: bool) -> bool:
@@ -46,22 +46,22 @@ def product(
     """
     kernels = _kernels()
     assert kernels is not None
+    kernel, feed = kernels
     e, n, c = weight.sizes
     m, dtype = x.shape[0], x.dtype
     out_width, depth = (c, n) if transposed else (n, c)
     if m == 0:
         return
     config = configs.hopper_config(rows_each, depth)
-    tiles_m = cdiv(out_width, kernels.OUTPUTS)
-    tiles = (m // config.tokens + e) * tiles_m
-    programs = min(tiles, config.programs * configs.processors(x.device.index))
+    tiles_m = cdiv(out_width, feed.OUTPUTS)
+    programs = min((m // config.tokens + e) * tiles_m, config.programs * configs.processors(x.device.index))
     launch(
-        kernels.grouped_product, (programs,), x.device,
-        kernels.x_boxes(x, config.tokens), row_scale, kernels.code_boxes(weight.codes, transposed), weight.scales,
+        kernel.grouped_product, (programs,), x.device,
+        feed.x_boxes(x, config.tokens), row_scale, feed.code_boxes(weight.codes, transposed), weight.scales,
         weight.global_scale, factor, u, bias, slots, slot_weights, offsets, out, n, out_width, u.shape[1],
-        tiles, tiles_m, programs,
-        R=padded_rank(u.shape[1]), TOKENS=config.tokens, STEPS=depth // kernels.DEPTH, STAGES=config.stages,
+        tiles_m, programs,
+        R=padded_rank(u.shape[1]), TOKENS=config.tokens, STEPS=depth // feed.DEPTH, STAGES=config.stages,
         WARPS=config.warps, TRANSPOSED=transposed, WEIGHTED_BIAS=slots is not None,
-        RAGGED=out_width % kernels.OUTPUTS != 0, DTYPE=TRITON_DTYPE[dtype], AFTER=after,
+        RAGGED=out_width % feed.OUTPUTS != 0, DTYPE=TRITON_DTYPE[dtype], AFTER=after,
         HALF_TILES=config.half_tiles, **weight.constants, num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip

@@ -10,24 +10,34 @@ from .launch import cdiv, check_dtype, launch, power_of_two, with_unit_stride
 
 
 def moe_route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `ops.routing.moe_route`; two launches."""
+    """See `ops.routing.moe_route`; one launch or three, by the number of slots."""
     ids = topk_ids.reshape(-1).contiguous()  # flattening may give a view with gaps
     m = ids.shape[0]
     rows, inverse = (ids.new_empty(m, dtype=torch.int32) for _ in range(2))
     if m == 0:
         return rows, inverse, ids.new_zeros(num_experts, dtype=torch.int32)
     offsets = ids.new_empty(num_experts, dtype=torch.int32)
-    bins = power_of_two(num_experts + 2, 16)
+    programs = num_experts + 1  # the last one for the slots that are not routed
+    for slots, warps in configs.ROUTE_AT_ONCE:
+        if m <= slots:
+            launch(
+                route.route_at_once, (programs,), ids.device, ids, rows, inverse, offsets, m,
+                E=num_experts, SLOTS=slots, num_warps=warps,
+            )  # fmt: skip
+            return rows, inverse, offsets
+    bins = power_of_two(programs, 16)
     blocks = cdiv(m, configs.ROUTE_BLOCK)
     per_chunk = cdiv(blocks, configs.ROUTE_CHUNKS)
     chunks = cdiv(blocks, per_chunk)
     counts = ids.new_empty(chunks, bins, dtype=torch.int32)
-    options = dict(E=num_experts, BINS=bins, BLOCK=configs.ROUTE_BLOCK, num_warps=8)
+    options = dict(E=num_experts, BINS=bins, BLOCK=configs.ROUTE_BLOCK, num_warps=configs.ROUTE_WARPS)
     launch(route.route_count, (chunks,), ids.device, ids, counts, m, per_chunk, **options)
     launch(
-        route.route_place, (chunks,), ids.device, ids, counts, rows, inverse, offsets, m, per_chunk, chunks,
-        CHUNKS=16, **options,
-    )  # fmt: skip
+        route.route_scan, (programs,), ids.device, counts, chunks, BINS=bins, CHUNKS=configs.ROUTE_CHUNKS, num_warps=4
+    )
+    launch(
+        route.route_place, (chunks,), ids.device, ids, counts, rows, inverse, offsets, m, per_chunk, chunks, **options
+    )
     return rows, inverse, offsets
 
 

@@ -109,17 +109,29 @@ def routed(offsets: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_route() -> None:
-    for t, k, e, pattern in (
-        (1, 1, 1, "distinct"),
-        (300, 3, 5, "sentinel"),
-        (41, 2, 130, "distinct"),
-        (9, 2, 4, "none"),
-    ):
-        ids = make_layer(t=t, k=k, e=e, pattern=pattern, id_dtype=torch.int32).topk_ids
+    """Just below and above each limit: of the one launch, and then, in small, of blocks and chunks."""
+    for slots, _ in configs.ROUTE_AT_ONCE:
+        for m in (slots, slots + 1):
+            check_routes(m, 5, torch.int64)
+    configs.ROUTE_AT_ONCE, configs.ROUTE_BLOCK, configs.ROUTE_CHUNKS = ((16, 4),), 16, 4
+    for m in (0, 1, 16, 17, 32, 63, 64, 65, 128, 129, 200):
+        check_routes(m, 1, torch.uint8)
+        check_routes(m, 5, torch.int64)
+    check_routes(16, 40, torch.int32)
+    check_routes(150, 130, torch.int16)
+    for m in (9, 70):  # an id that a type without negative numbers has in place of -1 is an expert's
+        check_routes(m, 300, torch.uint8)
+
+
+def check_routes(m: int, e: int, dtype: torch.dtype) -> None:
+    """One id a token: ids of any kind, of one expert, of none, and ones with gaps in memory."""
+    hostile = torch.tensor([-2, -1, *range(e + 3), 127])[torch.randint(e + 6, (m, 1))].to(dtype)
+    others = (torch.full((m, 1), i).to(dtype) for i in (e - 1, e))
+    for ids in (hostile, *others, strided(hostile, "sliced")):
         for name, got, wanted in zip(
             ("rows", "inverse", "offsets"), eager.moe_route(ids, e), routing.moe_route(ids, e), strict=True
         ):
-            assert torch.equal(got, wanted), (name, t, k, e, pattern)
+            assert torch.equal(got, wanted) and got.dtype == wanted.dtype, (name, m, e, dtype)
 
 
 def check_layer(

@@ -7,7 +7,7 @@ import fakecuda
 
 # What an eager launcher launches itself, by what the generated code calls.
 EXPANDED = {
-    "nvfp4.moe_route": ["route_count", "route_place"],
+    "nvfp4.moe_route": ["route_at_once"],
     "nvfp4_linear_product HOPPER": ["hopper grouped_product: y"],
     "nvfp4_linear_product LOOP": ["grouped_linear"],
     "nvfp4_dgrad_product HOPPER": ["hopper grouped_product: gx"],

@@ -148,7 +148,7 @@ def test_every_linear_tile_is_right_at_a_real_width(
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8], ids=str)
-@pytest.mark.parametrize("slots", [(0, 2), (1, 1), (255, 1), (300, 3), (70_000, 8), (300_001, 8)], ids=str)
+@pytest.mark.parametrize("slots", [(0, 2), (1, 1), (300, 3), (512, 8), (4097, 1), (70_000, 8), (300_001, 8)], ids=str)
 @pytest.mark.parametrize("experts", [1, 5, 128, 512])
 def test_routing_is_the_plain_one_to_the_bit(slots: tuple[int, int], experts: int, dtype: torch.dtype) -> None:
     low, high = (0, min(experts + 3, 255)) if dtype == torch.uint8 else (-2, experts + 3)

@@ -231,8 +231,13 @@ ROW_KERNELS = {
         N=2880, CHUNKS=12, ROWS=configs.SUM_ROWS, COLUMNS=configs.SUM_COLUMNS)),
     "wgrad": (wgrad.wgrad, dict(
         NARROW=16, WIDE=configs.WGRAD_WIDE, ROWS=configs.WGRAD_ROWS)),
-    "route count": (route.route_count, dict(BINS=1024, BLOCK=configs.ROUTE_BLOCK)),
-    "route place": (route.route_place, dict(BINS=1024, BLOCK=configs.ROUTE_BLOCK, CHUNKS=16)),
+    "route count": (route.route_count, dict(BINS=1024, BLOCK=configs.ROUTE_BLOCK, num_warps=configs.ROUTE_WARPS)),
+    "route scan": (route.route_scan, dict(BINS=1024, CHUNKS=configs.ROUTE_CHUNKS)),
+    "route place": (route.route_place, dict(BINS=1024, BLOCK=configs.ROUTE_BLOCK, num_warps=configs.ROUTE_WARPS)),
+    **{
+        f"route {slots} at once": (route.route_at_once, dict(SLOTS=slots, num_warps=warps))
+        for slots, warps in configs.ROUTE_AT_ONCE
+    },
     "combine": (combine.combine, dict(TOP_K=8, COLUMNS=1024, SPLITS=2)),
 }  # fmt: skip
 
@@ -247,7 +252,7 @@ def test_row_kernels_compile_and_fit(name: str, arch: int) -> None:
     if name.endswith("4-bit rows"):
         types = {"moved": "*bf16"}
         del sizes["moved"], sizes["row_scale"]
-    build(kernel, arch, sizes | constants, types, 8 if name.startswith("route") else 4)
+    build(kernel, arch, sizes | constants, types, constants.get("num_warps", 4))
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])

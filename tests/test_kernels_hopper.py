@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from torch_nvfp4.lowering import configs
-from torch_nvfp4.lowering.kernels import hopper
+from torch_nvfp4.lowering.kernels import hopper, hopper_feed
 
 C, N = 2048, 1536
 
@@ -26,13 +26,13 @@ def build(config: configs.HopperConfig, transposed: bool, **changed: Any) -> Any
     dtype, name = (torch.bfloat16, "bf16") if sizes["DTYPE"] == tl.bfloat16 else (torch.float16, "fp16")
     constants = dict(
         bias=None, slots=None, slot_weights=None, row_scale=None, TOKENS=config.tokens,
-        STEPS=(N if transposed else C) // hopper.DEPTH, STAGES=config.stages, WARPS=config.warps,
+        STEPS=(N if transposed else C) // hopper_feed.DEPTH, STAGES=config.stages, WARPS=config.warps,
         TRANSPOSED=transposed, WEIGHTED_BIAS=False, RAGGED=False, AFTER=False,
         HALF_TILES=config.half_tiles,
     ) | sizes  # fmt: skip
     constants.pop(constants.pop("given", None), None)
-    x = hopper.x_boxes(torch.empty(256, C, dtype=dtype), config.tokens)
-    codes = hopper.code_boxes(torch.empty(2, N, C // 2, dtype=torch.uint8), transposed)
+    x = hopper_feed.x_boxes(torch.empty(256, C, dtype=dtype), config.tokens)
+    codes = hopper_feed.code_boxes(torch.empty(2, N, C // 2, dtype=torch.uint8), transposed)
     types = POINTERS | {
         "x": f"tensordesc<{name}{x.block_shape},{x.layout!r}>", "u": f"*{name}", "out": f"*{name}",
         "codes": f"tensordesc<i16{codes.block_shape},{codes.layout!r}>",

@@ -44,8 +44,7 @@ library: mm
 router: softmax
 library: aten.topk
 router: div_sum
-route_count
-route_place
+route_at_once
 template: shrink
 hopper grouped_product: y
 template: glu_forward

@@ -2,7 +2,7 @@
 
 Both are out[token, m] = sum over k of W[m, k] x[token, k] with the weight as the left operand, decoded in registers:
 for `y`, m runs over the weight's rows and k over its columns; for `gx` (TRANSPOSED) the other way round. Written in
-Gluon, because overlap is all: one warp keeps a ring of tiles filled by TMA, another decodes block scales into it, once
+Gluon, because overlap is all: one warp keeps a ring of tiles filled by TMA, two more decode block scales into it, once
 for all, and the consumers decode half a step while the matrix units work on the half before. Triton itself would wait
 for each product (`grouped_gemm.settled`).
 
@@ -16,23 +16,18 @@ share a processor. With eight, for twice the TOKENS, each warpgroup has half of 
 where it is at most half full, multiplies with half of its rows.
 """
 
-import torch
 import triton.experimental.gluon.language as gl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .hopper_decode import decode, decode_scales, decode_two
+from .hopper_decode import decode, decode_two
+from .hopper_feed import K_STEP, M_TILE, count_tiles, fill_scales, halves, locate_tile, produce
 from .hopper_layouts import (
-    DEPTH,
-    OUTPUTS,
     blocks_layout,
     grouped,
     out_layout,
@@ -44,200 +39,21 @@ from .hopper_layouts import (
 )
 
 WORKER_REGISTERS = gl.constexpr(40)
-_M = gl.constexpr(OUTPUTS)
-_K = gl.constexpr(DEPTH)
-
-
-_X_BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_COLUMNS_BOX = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
-_ROWS_BOX = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=3)
-
-
-def x_boxes(x: Tensor, tokens: int) -> TensorDescriptor:
-    """A TMA descriptor of contiguous rows, for boxes `[tokens, DEPTH]`."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tokens, DEPTH], _X_BOX)
-
-
-def code_boxes(codes: Tensor, transposed: bool) -> TensorDescriptor:
-    """A TMA descriptor of codes `[E, N, C/2]` as 16-bit words.
-
-    Transposed, a box is DEPTH rows of the weight × OUTPUTS columns. Otherwise it is OUTPUTS rows × DEPTH columns, with
-    row 4i + s at `[s, i]`: eight threads side by side then read rows that lie side by side.
-    """
-    e, n, half_c = codes.shape
-    words = codes.view(torch.int16)
-    if transposed:
-        box = [DEPTH, OUTPUTS // 4]
-        return TensorDescriptor(words, [e * n, half_c // 2], [half_c // 2, 1], box, _COLUMNS_BOX)
-    shape, strides = [4, e * n // 4, half_c // 2], [half_c // 2, 2 * half_c, 1]
-    return TensorDescriptor(words, shape, strides, [4, OUTPUTS // 4, DEPTH // 4], _ROWS_BOX)
-
-
-@gluon.jit
-def _locate_tile(tile, offsets, E, E_POW2: gl.constexpr, BLOCK: gl.constexpr, AFTER: gl.constexpr):
-    """`tiles.locate_tile`, each warp for itself."""
-    if AFTER:
-        tile += gl.load(offsets - 1) // BLOCK
-    LAYOUT: gl.constexpr = gl.BlockedLayout([E_POW2 // 32 if E_POW2 > 32 else 1], [32], [gl.num_warps()], [0])
-    experts = gl.arange(0, E_POW2, LAYOUT)
-    ends = gl.load(offsets + experts, mask=experts < E, other=0)
-    before = (ends // BLOCK + experts + 1 <= tile) & (experts < E)
-    expert = gl.sum(before.to(gl.int32), 0)
-    has_begin = (expert > 0) & (expert < E)
-    if AFTER:
-        has_begin = expert < E
-    begin = gl.load(offsets + expert - 1, mask=has_begin, other=0)
-    end = gl.load(offsets + expert, mask=expert < E, other=0)
-    row = begin + (tile - begin // BLOCK - expert) * BLOCK
-    return expert, row, end
-
-
-@gluon.jit
-def _halves(global_scale, expert, S: gl.constexpr):
-    """(first half's rows to sum first as 0 or 1, ratio of its scale to the other's, the other's scale)."""
-    if S == 2:
-        g0 = gl.load(global_scale + expert * 2)
-        g1 = gl.load(global_scale + expert * 2 + 1)
-        swap = gl.abs(g0) > gl.abs(g1)
-        small = gl.where(swap, g1, g0)
-        large = gl.where(swap, g0, g1)
-        ratio = gl.where(large == 0.0, 0.0, small / gl.where(large == 0.0, 1.0, large))
-        first = gl.where(swap, 1, 0)
-    else:
-        large = gl.load(global_scale + expert)
-        ratio = large
-        first = 0
-    return first, ratio, large
-
-
-@gluon.jit
-def _k_of_step(step, first, STEPS: gl.constexpr, TWO: gl.constexpr):
-    """Where a step begins along k; with TWO halves, the half `first` comes first."""
-    k = step * _K
-    if TWO:
-        HALF: gl.constexpr = STEPS // 2
-        k = gl.where(step < HALF, step + first * HALF, step - HALF + (1 - first) * HALF) * _K
-    return k
-
-
-@gluon.jit
-def _produce(
-    x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles, tiles_m, programs,
-    E, E_POW2: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
-    TRANSPOSED: gl.constexpr, S: gl.constexpr, AFTER: gl.constexpr,
-):  # fmt: skip
-    """Keep the ring filled: for each step the codes and a tile of x, on the barrier that its scales are told on too."""
-    BYTES: gl.constexpr = _M * _K // 2 + TOKENS * _K * 2
-    count = 0
-    for tile in range(gl.program_id(0), tiles, programs):
-        expert, row, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS, AFTER)
-        if row < end:
-            m = tile % tiles_m * _M
-            first = 0
-            if TRANSPOSED and S == 2:
-                first, _ratio, _large = _halves(global_scale, expert, S)
-            for step in range(STEPS):
-                k = _k_of_step(step, first, STEPS, TRANSPOSED and S == 2)
-                stage = count % STAGES
-                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(stage), BYTES)
-                if TRANSPOSED:
-                    place = [expert * N + k, m // 4]
-                else:
-                    place = [0, (expert * N + m) // 4, k // 4]
-                tma.async_copy_global_to_shared(codes, place, full.index(stage), codes_ring.index(stage))
-                tma.async_copy_global_to_shared(x, [row, k], full.index(stage), x_ring.index(stage))
-                count += 1
-
-
-@gluon.jit
-def _fill_scales(
-    scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles, tiles_m, programs,
-    E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, TOKENS: gl.constexpr,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr,
-    AFTER: gl.constexpr,
-):  # fmt: skip
-    """Fill the ring's block scales, one warp for all consumers: loads are two steps ahead of what is decoded."""
-    MX: gl.constexpr = B == 32
-    TWO: gl.constexpr = TRANSPOSED and S == 2
-    ROWS: gl.constexpr = _K if TRANSPOSED else _M
-    WORDS: gl.constexpr = 2 if TRANSPOSED else 1
-    WORD: gl.constexpr = 2 if MX else 4
-    PER_ROW: gl.constexpr = C // B // WORD
-    LAYOUT: gl.constexpr = gl.BlockedLayout([ROWS // 32, WORDS], [32, 1], [1, 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
-    word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
-    words = scales.to(gl.pointer_type(gl.int16 if MX else gl.int32), bitcast=True)
-    count = 0
-    for tile in range(gl.program_id(0), tiles, programs):
-        expert, row_x, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS, AFTER)
-        if row_x < end:
-            m0 = tile % tiles_m * _M
-            first = 0
-            if TWO:
-                first, _ratio, _large = _halves(global_scale, expert, S)
-            if TRANSPOSED:
-                base = words + expert.to(gl.int64) * N * PER_ROW + m0 // (B * WORD)
-                inside = (word < (out_width - m0) // (B * WORD)) & (row < _K)
-            else:
-                base = words + (expert.to(gl.int64) * N + m0) * PER_ROW
-                inside = (row < out_width - m0) & (word < 1)
-            place = row * PER_ROW + word
-            now = _load_words(base, place, inside, 0, first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
-            after = _load_words(base, place, inside, min(1, STEPS - 1), first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
-            for step in range(STEPS):
-                ahead = gl.minimum(step + 2, STEPS - 1)
-                last = _load_words(base, place, inside, ahead, first, PER_ROW, STEPS, TRANSPOSED, TWO, RAGGED)
-                scale = decode_scales(now, DTYPE, MX)
-                stage = count % STAGES
-                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-                scales_ring.index(stage).store(_to_slots(scale, B, TRANSPOSED))
-                mbarrier.arrive(full.index(stage), count=1)
-                now = after
-                after = last
-                count += 1
-
-
-@gluon.jit
-def _load_words(
-    base, place, inside, step, first, PER_ROW: gl.constexpr, STEPS: gl.constexpr, TRANSPOSED: gl.constexpr,
-    TWO: gl.constexpr, RAGGED: gl.constexpr,
-):  # fmt: skip
-    if TRANSPOSED:
-        at = base + _k_of_step(step, first, STEPS, TWO) * PER_ROW
-    else:
-        at = base + step
-    if RAGGED:
-        words = gl.load(at + place, mask=inside, other=0)
-    else:
-        words = gl.load(at + place)
-    return words
-
-
-# Block scales lie in the ring as a consumer's thread wants them, in one piece. For gx, `[blocks of outputs, k's bits 1
-# and 2, its other bits]`; for y, with row 4i + 2j + h of the tile and block 2l + b (MXFP4: l), `[i, b, j · l · h]`.
-
-
-@gluon.jit
-def _to_slots(scale, B: gl.constexpr, TRANSPOSED: gl.constexpr):
-    if TRANSPOSED:  # [k, blocks]
-        slots = scale.reshape([8, 4, 2, _M // B]).permute((3, 1, 0, 2))
-    else:  # [rows, blocks]
-        slots = scale.reshape([_M // 4, 2, 2, 2, _K // B // 2]).permute((0, 4, 1, 3, 2))
-    return slots.reshape(slots_shape(B, TRANSPOSED))
 
 
 @gluon.jit
 def _from_slots(slots, B: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr):
     """A step's block scales `[blocks, DEPTH]` (TRANSPOSED) or `[OUTPUTS, blocks]`, of its two halves of k."""
     scale = slots.load(slots_layout(TRANSPOSED, WARPS, B))
-    SCALES: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 2, blocks_layout(TRANSPOSED, WARPS, B, _K))
+    SCALES: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 2, blocks_layout(TRANSPOSED, WARPS, B, K_STEP))
     if TRANSPOSED:
-        scale = scale.reshape([_M // B, 4, 8, 2]).permute((0, 2, 1, 3)).reshape([_M // B, _K])
-        low, high = split(gl.convert_layout(scale, SCALES, assert_trivial=True), _M // B, _K)
+        scale = scale.reshape([M_TILE // B, 4, 8, 2]).permute((0, 2, 1, 3)).reshape([M_TILE // B, K_STEP])
+        low, high = split(gl.convert_layout(scale, SCALES, assert_trivial=True), M_TILE // B, K_STEP)
     else:
-        scale = scale.reshape([4, 8, _K // B // 2, 2, 2, 2]).permute((3, 0, 5, 1, 4, 2)).reshape([_M, _K // B])
-        low, high = split(gl.convert_layout(scale, SCALES, assert_trivial=True), _M, _K // B)
+        scale = (
+            scale.reshape([4, 8, K_STEP // B // 2, 2, 2, 2]).permute((3, 0, 5, 1, 4, 2)).reshape([M_TILE, K_STEP // B])
+        )
+        low, high = split(gl.convert_layout(scale, SCALES, assert_trivial=True), M_TILE, K_STEP // B)
     return low, high
 
 
@@ -248,11 +64,11 @@ def _left(
 ):  # fmt: skip
     """The left operand `[OUTPUTS, DEPTH / 2]` of half a step."""
     MX: gl.constexpr = B == 32
-    HALF: gl.constexpr = blocks_layout(TRANSPOSED, WARPS, B, _K // 2)
+    HALF: gl.constexpr = blocks_layout(TRANSPOSED, WARPS, B, K_STEP // 2)
     if TRANSPOSED:
-        words = words.reshape([_M // B, B // 4, _K // 2])
+        words = words.reshape([M_TILE // B, B // 4, K_STEP // 2])
     else:
-        words = words.reshape([_M, _K // 2 // B, B // 4])
+        words = words.reshape([M_TILE, K_STEP // 2 // B, B // 4])
     if TRANSPOSED and WARPS == 8:
         # Each warpgroup takes two of the four nibbles.
         GROUPED: gl.constexpr = grouped(HALF)
@@ -262,7 +78,7 @@ def _left(
         shift = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, GROUPED)))) * 8
         shift = shift.expand_dims(1).expand_dims(2).expand_dims(3)
         a, b = decode_two(words, scale, shift, DTYPE, MX)
-        rows = gl.join(a, b).reshape([2, 4, 8, _K // 2, 2]).permute((0, 1, 4, 2, 3))
+        rows = gl.join(a, b).reshape([2, 4, 8, K_STEP // 2, 2]).permute((0, 1, 4, 2, 3))
     else:
         words = gl.convert_layout(words, HALF, assert_trivial=True)
         AXIS: gl.constexpr = 1 if TRANSPOSED else 2
@@ -270,10 +86,10 @@ def _left(
         a, b, c, d = decode(words, scale, DTYPE, MX)
         quads = gl.join(gl.join(a, b), gl.join(c, d))
         if TRANSPOSED:
-            rows = quads.reshape([4, 8, _K // 2, 2, 2]).permute((4, 0, 3, 1, 2))
+            rows = quads.reshape([4, 8, K_STEP // 2, 2, 2]).permute((4, 0, 3, 1, 2))
         else:
-            rows = quads.reshape([_M, 8, 2, 2]).permute((0, 3, 2, 1))
-    return gl.convert_layout(rows.reshape([_M, _K // 2]), OPERAND, assert_trivial=True)
+            rows = quads.reshape([M_TILE, 8, 2, 2]).permute((0, 3, 2, 1))
+    return gl.convert_layout(rows.reshape([M_TILE, K_STEP // 2]), OPERAND, assert_trivial=True)
 
 
 @gluon.jit
@@ -281,10 +97,10 @@ def _halved_words(codes, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr):
     """The words of a step for its first and its second half of k."""
     WORDS: gl.constexpr = words_layout(TRANSPOSED, WARPS)
     if TRANSPOSED:
-        low, high = split(codes.permute((1, 0)).load(WORDS), _M // 4, _K)
+        low, high = split(codes.permute((1, 0)).load(WORDS), M_TILE // 4, K_STEP)
     else:
-        words = codes.load(WORDS).reshape([2, 2, 4, 8, _K // 4]).permute((0, 2, 1, 3, 4))
-        low, high = split(words.reshape([_M, _K // 4]), _M, _K // 4)
+        words = codes.load(WORDS).reshape([2, 2, 4, 8, K_STEP // 4]).permute((0, 2, 1, 3, 4))
+        low, high = split(words.reshape([M_TILE, K_STEP // 4]), M_TILE, K_STEP // 4)
     return low, high
 
 
@@ -298,7 +114,7 @@ def _add_lora(
     U_LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CHUNK, CHUNK // 8], [WARPS, 1], [1, 0])
     U_SHARED: gl.constexpr = gl.NVMMASharedLayout(CHUNK * 2, 16, rank=2)
     u_tile = gl.allocate_shared_memory(DTYPE, [TOKENS, CHUNK], U_SHARED)
-    m = m0 + output_index(gl.arange(0, _M, gl.SliceLayout(1, OPERAND)))
+    m = m0 + output_index(gl.arange(0, M_TILE, gl.SliceLayout(1, OPERAND)))
     r = gl.arange(0, CHUNK, gl.SliceLayout(0, OPERAND))
     row_u = row + gl.arange(0, TOKENS, gl.SliceLayout(1, U_LOAD))
     r_u = gl.arange(0, CHUNK, gl.SliceLayout(0, U_LOAD))
@@ -333,14 +149,22 @@ def _add_bias(
 
 
 @gluon.jit
+def _anew(number):
+    """The same number, and the compiler cannot tell: what is computed from it is not kept from tile to tile."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _store(
     acc, out, row, end, m0, out_width, TOKENS: gl.constexpr, WARPS: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     OUT: gl.constexpr = out_layout(TOKENS, WARPS)
-    tile = acc.to(DTYPE).reshape([2, 4, 2, 8, TOKENS]).permute((4, 1, 3, 0, 2)).reshape([TOKENS, _M])
+    if WARPS == 8:  # 256 rows' places would take registers that the main loop needs
+        out_width = _anew(out_width)
+    tile = acc.to(DTYPE).reshape([2, 4, 2, 8, TOKENS]).permute((4, 1, 3, 0, 2)).reshape([TOKENS, M_TILE])
     tile = gl.convert_layout(tile, OUT, assert_trivial=True)
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, OUT))
-    column = gl.arange(0, _M, gl.SliceLayout(0, OUT))
+    column = gl.arange(0, M_TILE, gl.SliceLayout(0, OUT))
     mask = (token < end - row)[:, None] & (column < out_width - m0)[None, :]
     out_tile = out + row.to(gl.int64) * out_width + m0
     gl.store(out_tile + token[:, None] * out_width + column[None, :], tile, mask=mask)
@@ -349,29 +173,29 @@ def _store(
 @gluon.jit
 def _consume(
     full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots, slot_weights,
-    offsets, out, N, out_width, lora_r, tiles, tiles_m, programs,
+    offsets, out, N, out_width, lora_r, tiles_m, programs,
     E, E_POW2: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
     TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, UNIT: gl.constexpr,
     DTYPE: gl.constexpr, AFTER: gl.constexpr, HALF_TILES: gl.constexpr,
 ):  # fmt: skip
     count = 0
-    for tile in range(gl.program_id(0), tiles, programs):
-        expert, row, end = _locate_tile(tile // tiles_m, offsets, E, E_POW2, TOKENS, AFTER)
-        if row < end:
-            m0 = tile % tiles_m * _M
-            if HALF_TILES and end - row <= TOKENS // 2:
-                count = _multiply(
-                    full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
-                    slot_weights, out, N, out_width, lora_r, count, expert, row, end, m0, B, S, R, TOKENS // 2, STEPS,
-                    STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE,
-                )  # fmt: skip
-            else:
-                count = _multiply(
-                    full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
-                    slot_weights, out, N, out_width, lora_r, count, expert, row, end, m0, B, S, R, TOKENS, STEPS,
-                    STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE,
-                )  # fmt: skip
+    counts, until = count_tiles(offsets, E, E_POW2, TOKENS, AFTER)
+    for tile in range(gl.program_id(0), gl.sum(counts, 0) * tiles_m, programs):
+        expert, row, end = locate_tile(tile // tiles_m, offsets, counts, until, TOKENS, AFTER)
+        m0 = tile % tiles_m * M_TILE
+        if HALF_TILES and end - row <= TOKENS // 2:
+            count = _multiply(
+                full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
+                slot_weights, out, N, out_width, lora_r, count, expert, row, end, m0, B, S, R, TOKENS // 2, STEPS,
+                STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE,
+            )  # fmt: skip
+        else:
+            count = _multiply(
+                full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
+                slot_weights, out, N, out_width, lora_r, count, expert, row, end, m0, B, S, R, TOKENS, STEPS,
+                STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -389,9 +213,9 @@ def _multiply(
     ratio = 1.0
     large = 1.0
     if TRANSPOSED:
-        _first, ratio, large = _halves(global_scale, expert, S)
-    acc = gl.zeros([_M, TOKENS], gl.float32, MMA)
-    previous = gl.zeros([_M, _K // 2], DTYPE, OPERAND)
+        _first, ratio, large = halves(global_scale, expert, S)
+    acc = gl.zeros([M_TILE, TOKENS], gl.float32, MMA)
+    previous = gl.zeros([M_TILE, K_STEP // 2], DTYPE, OPERAND)
     for step in range(STEPS):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
@@ -399,12 +223,12 @@ def _multiply(
         low, high = _halved_words(codes_ring.index(stage), TRANSPOSED, WARPS)
         x = x_ring.index(stage).slice(0, TOKENS).permute((1, 0))
         left = _left(low, scale_low, B, OPERAND, DTYPE, TRANSPOSED, WARPS)
-        acc = warpgroup_mma(left, x.slice(0, _K // 2), acc, is_async=True)
+        acc = warpgroup_mma(left, x.slice(0, K_STEP // 2), acc, is_async=True)
         # All products before this one are done: with their registers, and with the stage before.
         acc, previous = warpgroup_mma_wait(1, deps=[acc, previous])
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
         previous = _left(high, scale_high, B, OPERAND, DTYPE, TRANSPOSED, WARPS)
-        acc = warpgroup_mma(previous, x.slice(_K // 2, _K // 2), acc, is_async=True)
+        acc = warpgroup_mma(previous, x.slice(K_STEP // 2, K_STEP // 2), acc, is_async=True)
         acc, left = warpgroup_mma_wait(1, deps=[acc, left])
         if TWO:
             if step == STEPS // 2 - 1:
@@ -427,9 +251,9 @@ def _finish(
     large, S: gl.constexpr, R: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr, TRANSPOSED: gl.constexpr,
     WEIGHTED_BIAS: gl.constexpr, UNIT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Scale a tile's sums, add LoRA and bias, store. `large`: what `_halves` says of the global scales (TRANSPOSED)."""
+    """Scale a tile's sums, add LoRA and bias, store. `large`: what `halves` says of the global scales (TRANSPOSED)."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
-    m = m0 + output_index(gl.arange(0, _M, gl.SliceLayout(1, MMA)))
+    m = m0 + output_index(gl.arange(0, M_TILE, gl.SliceLayout(1, MMA)))
     if TRANSPOSED:
         acc = acc * (large * UNIT)
     elif S == 2:
@@ -451,10 +275,10 @@ def _finish(
     _store(acc, out, row, end, m0, out_width, TOKENS, WARPS, DTYPE)
 
 
-@gluon.jit(do_not_specialize=["tiles", "tiles_m", "programs"])
+@gluon.jit(do_not_specialize=["tiles_m", "programs"])
 def grouped_product(
     x, row_scale, codes, scales, global_scale, factor, u, bias, slots, slot_weights, offsets, out, N, out_width,
-    lora_r, tiles, tiles_m, programs,
+    lora_r, tiles_m, programs,
     E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
     TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, RAGGED: gl.constexpr, UNIT: gl.constexpr,
@@ -462,7 +286,7 @@ def grouped_product(
 ):  # fmt: skip
     """x: a descriptor of `[TOKENS, DEPTH]` boxes; codes: of the codes as int16, see `code_boxes`."""
     SLOTS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    x_ring = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, _K], x.layout)
+    x_ring = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, K_STEP], x.layout)
     codes_ring = gl.allocate_shared_memory(gl.int16, [STAGES] + codes.block_type.shape, codes.layout)
     scales_ring = gl.allocate_shared_memory(DTYPE, [STAGES] + slots_shape(B, TRANSPOSED), SLOTS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -475,14 +299,17 @@ def grouped_product(
         [
             (_consume, (
                 full, empty, x_ring, codes_ring, scales_ring, row_scale, global_scale, factor, u, bias, slots,
-                slot_weights, offsets, out, N, out_width, lora_r, tiles, tiles_m, programs, E, E_POW2, B, S, R, TOKENS,
+                slot_weights, offsets, out, N, out_width, lora_r, tiles_m, programs, E, E_POW2, B, S, R, TOKENS,
                 STEPS, STAGES, WARPS, TRANSPOSED, WEIGHTED_BIAS, UNIT, DTYPE, AFTER, HALF_TILES)),
-            (_produce, (
-                x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles, tiles_m, programs,
+            (produce, (
+                x, codes, global_scale, offsets, full, empty, x_ring, codes_ring, N, tiles_m, programs,
                 E, E_POW2, TOKENS, STEPS, STAGES, TRANSPOSED, S, AFTER)),
-            (_fill_scales, (
-                scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles, tiles_m, programs,
-                E, E_POW2, C, B, S, TOKENS, STEPS, STAGES, TRANSPOSED, RAGGED, DTYPE, AFTER)),
+            (fill_scales, (
+                scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles_m, programs,
+                E, E_POW2, C, B, S, TOKENS, STEPS, STAGES, TRANSPOSED, RAGGED, DTYPE, AFTER, 0)),
+            (fill_scales, (
+                scales, global_scale, offsets, full, empty, scales_ring, N, out_width, tiles_m, programs,
+                E, E_POW2, C, B, S, TOKENS, STEPS, STAGES, TRANSPOSED, RAGGED, DTYPE, AFTER, 1)),
         ],
-        [1, 1], [WORKER_REGISTERS, WORKER_REGISTERS],
+        [1] * 3, [WORKER_REGISTERS] * 3,
     )  # fmt: skip

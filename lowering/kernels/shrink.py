@@ -8,7 +8,7 @@ permuted, such that column 8t + 4b + 2j + h comes to place 16j + 8h + 2t + b (t 
 import triton
 import triton.language as tl
 
-from .tiles import locate_tile, token_rows
+from .tiles import in_turns, locate_tile, token_rows
 
 PLAIN = tl.constexpr(0)
 SPLIT = tl.constexpr(1)
@@ -16,15 +16,27 @@ FRAGMENT = tl.constexpr(2)
 
 
 @triton.jit
-def column_at(place, WIDTH: tl.constexpr, ORDER: tl.constexpr):
-    """The column that lies at a place of a row of WIDTH columns (at WIDTH or beyond, where the row is padding)."""
-    column = place
+def factor_tile(
+    factor, column, r, lora_r, WIDTH: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
+    BY_RANK: tl.constexpr, ORDER: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """An expert's factor `[COLUMNS, R]` for the columns that lie from place `column` on in rows of this order.
+
+    Rows are PADDED wide. FRAGMENT is permuted here: as addresses it would read memory one number at a time.
+    """
+    places = column + tl.arange(0, COLUMNS)
+    c = places
     if ORDER == SPLIT:
-        column = tl.where(place < WIDTH // 2, 2 * place, 2 * place - WIDTH + 1)
-    elif ORDER == FRAGMENT:
-        column = ((place >> 1) & 3) * 8 + (place & 1) * 4 + ((place >> 4) & 1) * 2 + ((place >> 3) & 1)
-        column += place & ~31
-    return column
+        c = tl.where(places < PADDED // 2, 2 * places, 2 * places - PADDED + 1)
+    if BY_RANK:
+        where = r[None, :] * WIDTH + c[:, None]
+    else:
+        where = c[:, None] * lora_r + r[None, :]
+    tile = tl.load(factor + where, mask=(c < WIDTH)[:, None] & (r < lora_r)[None, :], other=0.0).to(DTYPE)
+    if ORDER == FRAGMENT:
+        tile = tl.permute(tl.reshape(tile, (COLUMNS // 32, 4, 2, 2, 2, R)), (0, 3, 4, 1, 2, 5))
+        tile = tl.reshape(tile, (COLUMNS, R))
+    return tile
 
 
 @triton.jit
@@ -61,7 +73,10 @@ def shrink(
     Programs along axis 1 take R ranks each; the first of them also moves the rows. moved: rows to move in place of x's,
     OUT_WIDTH wide and in their order already, and a scale of each to `row_scale`.
     """
-    expert, row, end = locate_tile(tl.program_id(0), offsets, E, E_POW2, ROWS)
+    tile_number = tl.program_id(0)
+    if slots is not None:
+        tile_number = in_turns(tile_number, tl.num_programs(0), E)
+    expert, row, end = locate_tile(tile_number, offsets, E, E_POW2, ROWS)
     if row < end:
         rows = row + tl.arange(0, ROWS)
         inside = rows < end
@@ -78,13 +93,10 @@ def shrink(
             columns = column + tl.arange(0, COLUMNS)
             tile = tl.load(x_rows + columns[None, :], mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
             if R > 0:
-                c = column_at(columns, WIDTH, X_ORDER)
-                if BY_RANK:
-                    where_f = r[None, :] * FACTOR_WIDTH + c[:, None]
-                else:
-                    where_f = c[:, None] * lora_r + r[None, :]
-                f = tl.load(factor_e + where_f, mask=(c < FACTOR_WIDTH)[:, None] & (r < lora_r)[None, :], other=0.0)
-                acc = tl.dot(tile, f.to(DTYPE), acc, input_precision=PRECISION)
+                f = factor_tile(
+                    factor_e, column, r, lora_r, FACTOR_WIDTH, WIDTH, COLUMNS, R, BY_RANK, X_ORDER, DTYPE
+                )  # fmt: skip
+                acc = tl.dot(tile, f, acc, input_precision=PRECISION)
             if out is not None:
                 if tl.program_id(1) == 0:
                     if moved is None:

@@ -28,6 +28,18 @@ def locate_tile(tile, offsets, E, E_POW2: tl.constexpr, BLOCK: tl.constexpr, AFT
 
 
 @triton.jit
+def in_turns(program, programs, E):
+    """A numbering of the same tiles in which neighbours are of different experts, at about the same place in each.
+
+    Rows of an expert are in the order of the tokens, so tiles that run at a time gather from the same few tokens, which
+    the second-level cache holds even where it does not hold all.
+    """
+    per_expert, rest = programs // E, programs % E
+    turn = program % E
+    return turn * per_expert + tl.minimum(turn, rest) + program // E
+
+
+@triton.jit
 def token_rows(slots, rows, mask, top_k):
     """Where routed rows lie in a token-side tensor: row slots[m] // top_k, or row m itself without slots; int64."""
     source = rows.to(tl.int64)
