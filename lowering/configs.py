@@ -138,9 +138,13 @@ BLOCK_SCALED_CONFIGS = (
 
 @dataclass(frozen=True)
 class GluBackwardConfig:
-    """ROWS rows × COLUMNS columns a step, SPAN columns a program, up to `ranks` of v."""
+    """ROWS rows × COLUMNS columns a step, `span` columns a program, for `least_rows` an expert and up.
+
+    A program has up to `ranks` of v; others have the rest, and compute the activation again for it.
+    """
 
     rows: int
+    least_rows: int
     columns: int
     span: int
     ranks: int
@@ -150,15 +154,21 @@ class GluBackwardConfig:
     def chunks(self, width: int) -> int:
         return -(-width // self.span)
 
-    def constants(self, halves: int) -> dict[str, int]:
+    def constants(self, width: int, halves: int) -> dict[str, int]:
         """What the kernel is compiled for. Each warp multiplies a slice of the columns, of 16 or more for `tl.dot`."""
+        span = min(self.span, -(-width // self.columns) * self.columns)
         slices = min(self.warps, halves * self.columns // 16)
-        return dict(ROWS=self.rows, COLUMNS=self.columns, SPAN=self.span, SLICES=slices)
+        return dict(ROWS=self.rows, COLUMNS=self.columns, SPAN=span, SLICES=slices)
 
 
-# Never by M: chunks are a dim of what the two launches hand over, and M may be symbolic.
-GLU_BACKWARD = GluBackwardConfig(32, 128, 256, 64, 1, 8)
-GLU_BACKWARD_FP32 = GluBackwardConfig(16, 32, 256, 64, 1, 4)
+# Few rows fill the card only if their columns are spread over many programs; for many rows long spans write and sum
+# less v. More ranks than these take more than a consumer card's shared memory, which the fp32 factor passes through.
+GLU_BACKWARD_CONFIGS = (
+    GluBackwardConfig(32, 64, 64, 1024, 64, 3, 4),
+    GluBackwardConfig(16, 4, 64, 768, 64, 3, 4),
+    GluBackwardConfig(16, 0, 256, 256, 32, 1, 8),
+)
+GLU_BACKWARD_FP32 = GluBackwardConfig(16, 0, 32, 256, 64, 1, 4)
 SUM_ROWS, SUM_COLUMNS = 16, 256
 DENSE_CONFIG = DenseConfig(128, 256, 64, 4, 8)
 DECODE_TILE = (16, 128, 4)
@@ -236,14 +246,11 @@ def hopper_config(rows: int, depth: int) -> HopperConfig:
     return next(c for c in HOPPER_CONFIGS if c.least_rows <= rows and c.least_depth <= depth)
 
 
-def glu_backward_config(dtype: torch.dtype) -> GluBackwardConfig:
-    return GLU_BACKWARD_FP32 if dtype == torch.float32 else GLU_BACKWARD
-
-
-def opaque_by_ptx(dtype: torch.dtype, device: int) -> bool:
-    """Whether the GLU backward keeps the compiler from computing twice: only 16-bit products make it do so."""
-    _, hopper_or_later = device_limits(device)
-    return hopper_or_later and dtype.itemsize == 2
+def glu_backward_config(rows: int, dtype: torch.dtype) -> GluBackwardConfig:
+    """Every one fits every card."""
+    if dtype == torch.float32:
+        return GLU_BACKWARD_FP32
+    return next(c for c in GLU_BACKWARD_CONFIGS if c.least_rows <= rows)
 
 
 def block_scaled_config(rows: int) -> BlockScaledConfig:

@@ -187,7 +187,7 @@ def glu_backward(
     h = pre.new_empty(m if need_h else 0, width)
     gw = topk_weights.new_empty(topk_weights.shape if need_gw else (0, top_k))
     v = pre.new_empty(m, r)
-    config = configs.glu_backward_config(pre.dtype)
+    config = configs.glu_backward_config(configs.rows_per_expert(m, e), pre.dtype)
     chunks, ranks = config.chunks(width), min(padded_rank(r), config.ranks)
     gw_chunks = pre.new_empty(chunks, m, dtype=torch.float32) if need_gw else None
     v_chunks = pre.new_empty(chunks, m, r, dtype=torch.float32) if r else None
@@ -196,9 +196,8 @@ def glu_backward(
         glu_backward_kernels.glu_backward, (row_tiles(m, e, config.rows) * chunks, rank_tiles), device,
         pre, pre.stride(0), topk_weights.reshape(-1).contiguous(), contiguous(gh), rows, offsets,
         contiguous(lora_b) if r else None, gpre if need_gpre else None, h if need_h else None, gw_chunks, v_chunks,
-        m, r, **sizes, WIDTH=width, R=ranks, **config.constants(halves), ACTIVATION=activation, LIMIT=limit,
-        PRECISION=precision(pre.dtype), PTX=configs.opaque_by_ptx(pre.dtype, device.index), num_warps=config.warps,
-        num_stages=config.stages,
+        m, r, **sizes, WIDTH=width, R=ranks, **config.constants(width, halves), ACTIVATION=activation, LIMIT=limit,
+        PRECISION=precision(pre.dtype), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     if gw_chunks is None and v_chunks is None:
         return gpre, h, gw, v

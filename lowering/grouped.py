@@ -187,7 +187,7 @@ def glu_backward(
     halves = 1 if activation == "relu2" else 2
     width, r = pre_width // halves, 0 if lora_b is None else guard_int(lora_b.get_size()[2])
     tokens, top_k = topk_weights.get_size()
-    config = configs.glu_backward_config(dtype)
+    config = configs.glu_backward_config(configs.rows_per_expert(hint(m), e), dtype)
     chunks, ranks = config.chunks(width), min(padded_rank(r), config.ranks)
     rank_tiles = cdiv(r, ranks) if r else 1
     of_rows, of_chunks = (
@@ -210,8 +210,7 @@ def glu_backward(
         },
         dict(
             pre_stride=pre_width, lora_r=r, WIDTH=width, R=ranks, ACTIVATION=activation, LIMIT=limit,
-            PRECISION=precision(dtype), PTX=configs.opaque_by_ptx(dtype, device.index), **config.constants(halves),
-            **expert_sizes(e),
+            PRECISION=precision(dtype), **config.constants(width, halves), **expert_sizes(e),
         ),
         m, Variant({}, Grid(config.rows, e, chunks, y=rank_tiles), config.warps, config.stages),
     )  # fmt: skip

@@ -255,21 +255,40 @@ def test_row_kernels_compile_and_fit(name: str, arch: int) -> None:
     build(kernel, arch, sizes | constants, types, constants.get("num_warps", 4))
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
-@pytest.mark.parametrize("rank", [16, 64])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_glu_backward_compiles_and_computes_its_activation_once(dtype: torch.dtype, rank: int, arch: int) -> None:
-    """… in the layout of the loads, and from sm_90 on not a second time in that of the product."""
-    config = configs.glu_backward_config(dtype)
+@cache
+def built_glu_backward(
+    config: configs.GluBackwardConfig, arch: int, dtype: torch.dtype, rank: int, activation: str = "silu"
+) -> Any:
+    halves = 1 if activation == "relu2" else 2
     constants = SIZES | dict(
-        WIDTH=768, R=rank, ACTIVATION="silu", LIMIT=None, PRECISION=precision(dtype),
-        PTX=arch >= 90 and dtype != torch.float32, **config.constants(2),
-    )  # fmt: skip
+        WIDTH=2880, R=min(rank, config.ranks), ACTIVATION=activation, LIMIT=None, PRECISION=precision(dtype),
+        **config.constants(2880, halves),
+    ) | ({} if rank else dict(lora_b=None, v_chunks=None))  # fmt: skip
     types = dict.fromkeys(("pre", "gh", "gpre", "h"), POINTER_TO[TRITON_DTYPE[dtype]])
     types |= dict.fromkeys(("gw_chunks", "v_chunks"), "*fp32")
-    built = build(glu_backward.glu_backward, arch, constants, types, config.warps, num_stages=config.stages)
-    assert arch < 90 or len(re.findall(r"= math\.exp", built.asm["ttgir"])) == 1
-    assert ("mma.sync" in built.asm["ptx"]) == (dtype != torch.float32)
+    return build(glu_backward.glu_backward, arch, constants, types, config.warps, num_stages=config.stages)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("rank", [16, 64, 128])
+@pytest.mark.parametrize("config", configs.GLU_BACKWARD_CONFIGS, ids=str)
+def test_glu_backward_compiles_and_computes_its_activation_once(
+    config: configs.GluBackwardConfig, rank: int, arch: int
+) -> None:
+    """… in the layout of the loads, and not a second time in that of the product."""
+    built = built_glu_backward(config, arch, torch.bfloat16, rank)
+    assert len(re.findall(r"= math\.exp", built.asm["ttgir"])) == 1 and "mma.sync" in built.asm["ptx"]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("rank", [0, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_other_glu_backwards_compile_and_fit(activation: str, dtype: torch.dtype, rank: int, arch: int) -> None:
+    for rows_each in (1, 16, 1024) if dtype == torch.float16 else (1,):
+        built = built_glu_backward(configs.glu_backward_config(rows_each, dtype), arch, dtype, rank, activation)
+        assert ("mma.sync" in built.asm["ptx"]) == (dtype == torch.float16 and rank > 0)
+        assert len(re.findall(r"= math\.exp", built.asm["ttgir"])) == (activation == "silu")
 
 
 ROWS = dict(

@@ -12,14 +12,12 @@ def glu_backward(
     pre, pre_stride, slot_weights, gh, slots, offsets, lora_b, gpre, h, gw_chunks, v_chunks, M, lora_r,
     E, E_POW2: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SPAN: tl.constexpr, SLICES: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
-    PTX: tl.constexpr,
 ):  # fmt: skip
     """gpre and h from gh = d loss / d h; for each chunk of SPAN columns, the sums over it that gw and v are made of:
     gh · act and gpre b, gpre as rounded. An output that is None is not computed.
 
     Programs along axis 1 take R ranks each; the first of them stores what is no rank's. SLICES of the columns are
-    multiplied apart, a warp each. PTX: keep the compiler from computing the activation a second time, in the layout of
-    the product, which takes twice the registers.
+    multiplied apart, a warp each.
     """
     CHUNKS: tl.constexpr = (WIDTH + SPAN - 1) // SPAN
     GATED: tl.constexpr = ACTIVATION != "relu2"
@@ -70,7 +68,9 @@ def glu_backward(
                     tl.store(target + WIDTH, by_up, mask=store_mask)
                 if lora_b is not None:
                     both = tl.join(by_gate, by_up) if GATED else by_gate
-                    if PTX:  # not pure, hence not to be repeated
+                    # Else the compiler computes a 16-bit product's operand, hence the activation, a second time, in
+                    # the product's layout and with twice the registers. What is not pure is not repeated.
+                    if both.dtype.primitive_bitwidth == 16:
                         both = tl.inline_asm_elementwise(
                             "mov.b32 $0, $1;", "=r,r", [both], both.dtype, is_pure=False, pack=2
                         )
