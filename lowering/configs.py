@@ -154,6 +154,42 @@ BLOCK_SCALED_CONFIGS = (
     BlockScaledConfig(32, 128, 64, 4, 4),
     BlockScaledConfig(16, 128, 64, 4, 4),
 )
+
+
+@dataclass(frozen=True)
+class GluBackwardConfig:
+    """ROWS rows × COLUMNS columns a step, `span` columns a program, for `least_rows` an expert and up.
+
+    A program has up to `ranks` of v; others have the rest, and compute the activation again for it.
+    """
+
+    rows: int
+    least_rows: int
+    columns: int
+    span: int
+    ranks: int
+    stages: int
+    warps: int
+
+    def chunks(self, width: int) -> int:
+        return -(-width // self.span)
+
+    def constants(self, width: int, halves: int) -> dict[str, int]:
+        """What the kernel is compiled for. Each warp multiplies a slice of the columns, of 16 or more for `tl.dot`."""
+        span = min(self.span, -(-width // self.columns) * self.columns)
+        slices = min(self.warps, halves * self.columns // 16)
+        return dict(ROWS=self.rows, COLUMNS=self.columns, SPAN=span, SLICES=slices)
+
+
+# Few rows fill the card only if their columns are spread over many programs; for many rows long spans write and sum
+# less v. More ranks than these take more than a consumer card's shared memory, which the fp32 factor passes through.
+GLU_BACKWARD_CONFIGS = (
+    GluBackwardConfig(32, 64, 64, 1024, 64, 3, 4),
+    GluBackwardConfig(16, 4, 64, 768, 64, 3, 4),
+    GluBackwardConfig(16, 0, 256, 256, 32, 1, 8),
+)
+GLU_BACKWARD_FP32 = GluBackwardConfig(16, 0, 32, 256, 64, 1, 4)
+SUM_ROWS, SUM_COLUMNS = 16, 256
 DENSE_CONFIG = DenseConfig(128, 256, 64, 4, 8)
 DECODE_TILE = (16, 128, 4)
 SCRATCH_ROWS_PER_EXPERT = 768
@@ -246,6 +282,13 @@ def shrinks_rows(m: int, e: int, by_rank: bool) -> bool:
     A factor `[C, R]` (not `by_rank`) is read in pieces of a few numbers, which more rows repeat.
     """
     return m <= e * (FEW_ROWS if by_rank else 1)
+
+
+def glu_backward_config(rows: int, dtype: torch.dtype) -> GluBackwardConfig:
+    """Every one fits every card."""
+    if dtype == torch.float32:
+        return GLU_BACKWARD_FP32
+    return next(c for c in GLU_BACKWARD_CONFIGS if c.least_rows <= rows)
 
 
 def block_scaled_config(rows: int) -> BlockScaledConfig:

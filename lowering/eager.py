@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import configs, multiply
 from .kernels import glu, shrink, wgrad
+from .kernels import glu_backward as glu_backward_kernels
 from .launch import (
     TRITON_DTYPE,
     cdiv,
@@ -117,7 +118,7 @@ def glu_grouped_lora_linear(
 
 def grouped_lora_dgrad(
     gy: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
-    lora_a: Tensor | None = None, lora_b: Tensor | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, v: Tensor | None = None,
     *, scaling: float = 1.0, top_k: int = 1, need_gx: bool = True, merge_aware: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `ops.cpu`. Two launches, or one where the rows need neither a gather nor a shrink.
@@ -129,15 +130,17 @@ def grouped_lora_dgrad(
     weight = Weight.of(codes, scales, global_scale)
     n = weight.sizes[1]
     m = gy.shape[0] if rows is None else rows.shape[0]
-    v = gy.new_empty(m, 0 if lora_b is None else lora_b.shape[2])
+    new_v = gy.new_empty(m if v is None else 0, 0 if lora_b is None else lora_b.shape[2])
     gathered = None
     if need_gx and (rows is not None or not gy.is_contiguous() or gy.data_ptr() % 16):
         gathered = gy.new_empty(m, n)
-    _shrink(gy, rows, offsets, lora_b, v, None if gathered is None else Rows(gathered), scaling, top_k, by_rank=False)
+    factor, u = (lora_b, new_v) if v is None else (None, gy.new_empty(m, 0))
+    _shrink(gy, rows, offsets, factor, u, None if gathered is None else Rows(gathered), scaling, top_k, by_rank=False)
     if not need_gx:
-        return gy.new_empty(0, weight.sizes[2]), v
+        return gy.new_empty(0, weight.sizes[2]), new_v
     merging = multiply.Merging.of(merge_aware, lora_a, lora_b, scaling)
-    return multiply.dgrad(gy if gathered is None else gathered, offsets, weight, lora_a, v, merging), v
+    v = new_v if v is None else v.contiguous()
+    return multiply.dgrad(gy if gathered is None else gathered, offsets, weight, lora_a, v, merging), new_v
 
 
 def grouped_lora_wgrad(
@@ -170,30 +173,45 @@ def grouped_lora_wgrad(
 def glu_backward(
     pre: Tensor, topk_weights: Tensor, gh: Tensor | None, rows: Tensor, offsets: Tensor,
     gy: Tensor | None = None, gy_rows: Tensor | None = None, bias: Tensor | None = None,
-    *, activation: str = "silu", limit: float | None = None,
+    lora_b: Tensor | None = None,
+    *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None,
     need_gpre: bool = True, need_h: bool = True, need_gw: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `ops.cpu`. One launch."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """See `ops.cpu`. One launch, and one that sums the chunks of what has a value a row: gw and v."""
     check_dtype("glu_backward", pre.dtype)
-    rows, gy_rows, offsets = rows.contiguous(), contiguous(gy_rows), offsets.contiguous()
-    pre, m, e = with_unit_stride(pre), pre.shape[0], offsets.shape[0]
-    width = pre.shape[1] if activation == "relu2" else pre.shape[1] // 2
+    rows, offsets, device = rows.contiguous(), offsets.contiguous(), pre.device
+    pre, m, e, top_k = with_unit_stride(pre), pre.shape[0], offsets.shape[0], topk_weights.shape[1]
+    halves = 1 if activation == "relu2" else 2
+    width, r = pre.shape[1] // halves, 0 if lora_b is None else lora_b.shape[2]
     gpre = pre.new_empty(m if need_gpre else 0, pre.shape[1])
     h = pre.new_empty(m if need_h else 0, width)
-    gw = topk_weights.new_empty(topk_weights.shape if need_gw else (0, topk_weights.shape[1]))
-    use_bias = bias is not None and gy is not None and need_gw
-    if gy is not None:
-        gy = with_unit_stride(gy)
+    gw = topk_weights.new_empty(topk_weights.shape if need_gw else (0, top_k))
+    v = pre.new_empty(m, r)
+    config = configs.glu_backward_config(configs.rows_per_expert(m, e), pre.dtype)
+    chunks, ranks = config.chunks(width), min(padded_rank(r), config.ranks)
+    gw_chunks = pre.new_empty(chunks, m, dtype=torch.float32) if need_gw else None
+    v_chunks = pre.new_empty(chunks, m, r, dtype=torch.float32) if r else None
+    rank_tiles, sizes = cdiv(r, ranks) if r else 1, dict(E=e, E_POW2=power_of_two(e, 16))
     launch(
-        glu.glu_backward, (row_tiles(m, e, configs.GLU_ROWS),), pre.device,
+        glu_backward_kernels.glu_backward, (row_tiles(m, e, config.rows) * chunks, rank_tiles), device,
         pre, pre.stride(0), topk_weights.reshape(-1).contiguous(), contiguous(gh), rows, offsets,
-        gy if use_bias else None, gy.stride(0) if use_bias and gy is not None else 0, gy_rows if use_bias else None,
-        contiguous(bias) if use_bias else None,
-        gpre if need_gpre else None, h if need_h else None, gw if need_gw else None, m, topk_weights.shape[1],
-        E=e, E_POW2=power_of_two(e, 16), WIDTH=width, N=bias.shape[1] if use_bias and bias is not None else 0,
-        ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, ACTIVATION=activation, LIMIT=limit, num_warps=4,
+        contiguous(lora_b) if r else None, gpre if need_gpre else None, h if need_h else None, gw_chunks, v_chunks,
+        m, r, **sizes, WIDTH=width, R=ranks, **config.constants(width, halves), ACTIVATION=activation, LIMIT=limit,
+        PRECISION=precision(pre.dtype), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    return gpre, h, gw
+    if gw_chunks is None and v_chunks is None:
+        return gpre, h, gw, v
+    use_bias = bias is not None and gy is not None and need_gw
+    gy = with_unit_stride(gy) if gy is not None and use_bias else None
+    launch(
+        glu_backward_kernels.sum_chunks, (row_tiles(m, e, configs.SUM_ROWS), rank_tiles), device,
+        gw_chunks, v_chunks, rows, offsets, gy, 0 if gy is None else gy.stride(0),
+        contiguous(gy_rows) if use_bias else None, contiguous(bias) if use_bias else None,
+        gw if need_gw else None, v if r else None, m, top_k, r, scaling,
+        **sizes, N=bias.shape[1] if bias is not None and use_bias else 0, CHUNKS=chunks, R=ranks,
+        ROWS=configs.SUM_ROWS, COLUMNS=configs.SUM_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return gpre, h, gw, v
 
 
 def _shrink(

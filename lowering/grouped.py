@@ -14,6 +14,7 @@ from . import configs, multiply
 from .compat import TensorBox, device_of, empty, fallback_handler, guard_int, hint, is_known_to_be, lowerings, tunes
 from .graph import Routed, Weight, expert_sizes, times, timing_inputs
 from .kernels import glu, shrink, wgrad
+from .kernels import glu_backward as glu_backward_kernels
 from .launch import cdiv, padded_rank, precision
 from .products import Adapter, dgrad, linear, linear_way
 from .templates import OUTPUT, TRITON_NAMES, Grid, Launch, Variant
@@ -119,17 +120,21 @@ def glu_grouped_lora_linear(
 def grouped_lora_dgrad(
     gy: TensorBox, rows: TensorBox | None, offsets: TensorBox, codes: TensorBox, scales: TensorBox,
     global_scale: TensorBox, lora_a: TensorBox | None = None, lora_b: TensorBox | None = None,
-    *, scaling: float = 1.0, top_k: int = 1, need_gx: bool = True,
+    v: TensorBox | None = None, *, scaling: float = 1.0, top_k: int = 1, need_gx: bool = True,
 ) -> tuple[TensorBox, TensorBox]:  # fmt: skip
     weight = Weight.of(codes, scales, global_scale)
     routed = Routed(gy, rows, offsets, weight.e, top_k)
     width = weight.n if need_gx and rows is not None else None
-    gathered, v = _gather_and_shrink(routed, lora_b, scaling, width, by_rank=False)
+    gathered, new_v = _gather_and_shrink(routed, lora_b if v is None else None, scaling, width, by_rank=False)
+    if v is None:
+        v = new_v
+    else:
+        new_v = empty([0, v.get_size()[1]], routed.dtype, routed.device)
     if not need_gx:
-        return empty([0, weight.c], routed.dtype, device_of(gy)), v
+        return empty([0, weight.c], routed.dtype, device_of(gy)), new_v
     if gathered is not None:
         routed = Routed(gathered, None, offsets, weight.e)
-    return dgrad(routed, weight, lora_a, v), v
+    return dgrad(routed, weight, lora_a, v), new_v
 
 
 def grouped_lora_wgrad(
@@ -173,42 +178,81 @@ def grouped_lora_wgrad(
 def glu_backward(
     pre: TensorBox, topk_weights: TensorBox, gh: TensorBox | None, rows: TensorBox, offsets: TensorBox,
     gy: TensorBox | None = None, gy_rows: TensorBox | None = None, bias: TensorBox | None = None,
-    *, activation: str = "silu", limit: float | None = None,
+    lora_b: TensorBox | None = None,
+    *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None,
     need_gpre: bool = True, need_h: bool = True, need_gw: bool = True,
-) -> tuple[TensorBox, TensorBox, TensorBox]:  # fmt: skip
+) -> tuple[TensorBox, TensorBox, TensorBox, TensorBox]:  # fmt: skip
     (m, pre_width), dtype, device = pre.get_size(), pre.get_dtype(), device_of(pre)
     pre_width, e = guard_int(pre_width), guard_int(offsets.get_size()[0])
-    width = pre_width if activation == "relu2" else pre_width // 2
+    halves = 1 if activation == "relu2" else 2
+    width, r = pre_width // halves, 0 if lora_b is None else guard_int(lora_b.get_size()[2])
     tokens, top_k = topk_weights.get_size()
-    slot_weights = lowerings[aten.reshape](topk_weights, [-1])
-    results: dict[str, tuple[bool, list[Any], torch.dtype]] = {
-        "gpre": (need_gpre, [m, pre_width], dtype),
-        "h": (need_h, [m, width], dtype),
-        "gw": (need_gw, [m], topk_weights.get_dtype()),
-    }
-    made = {
-        name: empty(sizes if needed else [0, *sizes[1:]], dtype, device)
-        for name, (needed, sizes, dtype) in results.items()
-    }
-    needed = [name for name, (wanted, _, _) in results.items() if wanted]
-    if needed:
-        use_bias = bias is not None and gy is not None and need_gw
-        first, *others = needed
-        tensors = {
-            "pre": pre, "slot_weights": slot_weights, "gh": gh, "slots": rows, "offsets": offsets,
-            "gy": gy if use_bias else None, "gy_slots": gy_rows if use_bias else None,
-            "bias": bias if use_bias else None, **{name: made[name] for name in others}, first: OUTPUT,
-        }  # fmt: skip
-        n = guard_int(bias.get_size()[1]) if use_bias and bias is not None else 0
-        constants = dict(
-            pre_stride=pre_width, gy_stride=n, top_k=guard_int(top_k), WIDTH=width, N=n, ROWS=configs.GLU_ROWS,
-            COLUMNS=configs.GLU_COLUMNS, ACTIVATION=activation, LIMIT=limit, **expert_sizes(e),
-        )  # fmt: skip
-        _, sizes, first_dtype = results[first]
-        launch = Launch(glu.glu_backward, tensors, constants, m, sizes, first_dtype, others)
-        made[first] = launch.run(Variant({}, Grid(configs.GLU_ROWS, e)))
-    gw = lowerings[aten.reshape](made["gw"], [tokens if need_gw else 0, top_k])
-    return made["gpre"], made["h"], gw
+    config = configs.glu_backward_config(configs.rows_per_expert(hint(m), e), dtype)
+    chunks, ranks = config.chunks(width), min(padded_rank(r), config.ranks)
+    rank_tiles = cdiv(r, ranks) if r else 1
+    of_rows, of_chunks = (
+        _Results(device, {
+            "gpre": (need_gpre, [m, pre_width], dtype),
+            "h": (need_h, [m, width], dtype),
+            "gw_chunks": (need_gw, [chunks, m], torch.float32),
+            "v_chunks": (r > 0, [chunks, m, r], torch.float32),
+        }),
+        _Results(device, {
+            "gw": (need_gw, [m], topk_weights.get_dtype()),
+            "v": (r > 0, [m, r], dtype),
+        }),
+    )  # fmt: skip
+    of_rows.run(
+        glu_backward_kernels.glu_backward,
+        {
+            "pre": pre, "slot_weights": lowerings[aten.reshape](topk_weights, [-1]), "gh": gh, "slots": rows,
+            "offsets": offsets, "lora_b": lora_b if r else None,
+        },
+        dict(
+            pre_stride=pre_width, lora_r=r, WIDTH=width, R=ranks, ACTIVATION=activation, LIMIT=limit,
+            PRECISION=precision(dtype), **config.constants(width, halves), **expert_sizes(e),
+        ),
+        m, Variant({}, Grid(config.rows, e, chunks, y=rank_tiles), config.warps, config.stages),
+    )  # fmt: skip
+    use_bias = bias is not None and gy is not None and need_gw
+    n = guard_int(bias.get_size()[1]) if use_bias and bias is not None else 0
+    of_chunks.run(
+        glu_backward_kernels.sum_chunks,
+        {
+            **{name: of_rows.made[name] for name in ("gw_chunks", "v_chunks") if name in of_rows.needed},
+            "slots": rows, "offsets": offsets, "gy": gy if use_bias else None,
+            "gy_slots": gy_rows if use_bias else None, "bias": bias if use_bias else None,
+        },
+        dict(
+            gy_stride=n, top_k=guard_int(top_k), lora_r=r, scaling=float(scaling), N=n, CHUNKS=chunks, R=ranks,
+            ROWS=configs.SUM_ROWS, COLUMNS=configs.SUM_COLUMNS, **expert_sizes(e),
+        ),
+        m, Variant({}, Grid(configs.SUM_ROWS, e, y=rank_tiles)),
+    )  # fmt: skip
+    gw = lowerings[aten.reshape](of_chunks.made["gw"], [tokens if need_gw else 0, top_k])
+    v = of_chunks.made["v"] if r else empty([m, 0], dtype, device)
+    return of_rows.made["gpre"], of_rows.made["h"], gw, v
+
+
+class _Results:
+    """The tensors that one launch makes, of some of which nothing is needed: name -> (needed, sizes, dtype)."""
+
+    def __init__(self, device: torch.device, wanted: dict[str, tuple[bool, list[Any], torch.dtype]]) -> None:
+        self.wanted = wanted
+        self.needed = [name for name, (needed, _, _) in wanted.items() if needed]
+        self.made = {
+            name: empty(sizes if needed else [0, *sizes[1:]], dtype, device)
+            for name, (needed, sizes, dtype) in wanted.items()
+        }
+
+    def run(self, kernel: Any, given: dict[str, Any], constants: dict[str, Any], m: Any, way: Variant) -> None:
+        """Launch what makes them; where nothing is needed, nothing is launched."""
+        if not self.needed:
+            return
+        first, *others = self.needed
+        tensors = {**given, **{name: self.made[name] for name in others}, first: OUTPUT}
+        _, sizes, dtype = self.wanted[first]
+        self.made[first] = Launch(kernel, tensors, constants, m, sizes, dtype, others).run(way)
 
 
 def lowered(op: str) -> Callable[..., Any]:

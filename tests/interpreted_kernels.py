@@ -8,6 +8,8 @@ bf16 where hardware rounds, which is mended.
 
 import contextlib
 import os
+import types
+from dataclasses import replace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -52,6 +54,12 @@ def use_cpu_tensors() -> None:
         exact = x.data.astype(np.float64) * y.data + z.data
         return interpreter.TensorHandle(exact.astype(np.float32), x.dtype.scalar)
 
+    def inline_asm(self: Any, asm: str, constraints: str, values: Any, *rest: Any) -> Any:
+        """The kernels run here have one instruction in PTX: a move, which only a compiler need not see through."""
+        assert asm == "mov.b32 $0, $1;"
+        return types.SimpleNamespace(get_result=lambda i: values[i])
+
+    builder.create_inline_asm = inline_asm
     builder.create_dot, builder.binary_op, builder.cast_impl, builder.create_fma = dot, binary, cast, fma
     builder.create_dot_scaled = dot_scaled
     builder.get_bf16 = lambda self, value: narrowed(
@@ -168,8 +176,11 @@ def check_layer(
     compare("combine", eager.combine(y, inverse, top_k, dtype), out, dtype)
     gy = torch.randn(out.shape).to(dtype)
     gh, v = both("grouped_lora_dgrad", gy, rows, offsets, *down, scaling=0.5, top_k=top_k, **backward)
-    gpre, h, _ = both("glu_backward", pre, layer.topk_weights, gh, rows, offsets, gy, rows, layer.down_bias, **options)
+    gpre, h, _, v_up = both("glu_backward", pre, layer.topk_weights, gh, rows, offsets, gy, rows, layer.down_bias,
+                            layer.gate_up_lora_b, scaling=2.0, **options)  # fmt: skip
     both("grouped_lora_dgrad", gpre, None, offsets, *gate_up, scaling=2.0, **backward)
+    if v_up.shape[1]:
+        both("grouped_lora_dgrad", gpre, None, offsets, *gate_up, v_up, scaling=2.0, **backward)
     for p, p_rows, q, q_rows in (
         (v, None, h, None),
         (gy, rows, u, None),
@@ -181,10 +192,61 @@ def check_layer(
             compare("wgrad", got, wanted, dtype)
 
 
+def check_glu_backward(
+    dtype: torch.dtype, t: int, i: int, r: int, *, k: int = 2, e: int = 3, activation: str = "silu",
+    limit: float | None = None, pattern: str = "minus_one", bias: bool = True, **needs: bool,
+) -> None:  # fmt: skip
+    """In tiles so small that columns come in chunks of several steps, and ranks in several pieces.
+
+    Memory from the allocator holds NaN, and so do the rows of no expert: neither is read, nor those rows written.
+    """
+    layer = make_layer(t=t, k=k, e=e, pattern=pattern)
+    rows, _, offsets = routing.moe_route(layer.topk_ids, e)
+    halves = 1 if activation == "relu2" else 2
+    pre, gh = (_poisoned(torch.randn(t * k, n).to(dtype), offsets) for n in (halves * i, i))
+    down_bias, lora_b = (torch.randn(e, 24) if bias else None), (torch.randn(e, halves * i, r) if r else None)
+    args = (pre, layer.topk_weights, gh, rows, offsets, torch.randn(t, 24).to(dtype), rows, down_bias, lora_b)
+    options = dict(scaling=0.5, activation=activation, limit=limit, **needs)
+    plain, tables = Tensor.new_empty, (configs.GLU_BACKWARD_CONFIGS, configs.GLU_BACKWARD_FP32)
+
+    def poisoned(self: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
+        memory = plain(self, *sizes, **kwargs)
+        return memory.fill_(torch.nan) if memory.is_floating_point() else memory
+
+    small = replace(configs.GLU_BACKWARD_FP32, rows=16, columns=16, span=32, ranks=16)
+    configs.GLU_BACKWARD_CONFIGS, configs.GLU_BACKWARD_FP32 = (small,), small
+    Tensor.new_empty = poisoned  # type: ignore[assignment]
+    got = eager.glu_backward(*args, **options)
+    Tensor.new_empty = plain  # type: ignore[method-assign]
+    configs.GLU_BACKWARD_CONFIGS, configs.GLU_BACKWARD_FP32 = tables
+    for name, g, w in zip(("gpre", "h", "gw", "v"), got, cpu.glu_backward(*args, **options), strict=True):
+        if name != "gw" and len(g):
+            assert g[int(offsets[-1]) :].isnan().all(), name
+            (g,), (w,) = routed(offsets, g), routed(offsets, w)
+        compare(name, g, w, dtype)
+
+
 def _poisoned(tensor: Tensor, offsets: Tensor) -> Tensor:
     tensor = tensor.clone()
     tensor[int(offsets[-1]) :] = torch.nan
     return tensor
+
+
+GLU_BACKWARDS: dict[str, dict[str, Any]] = {
+    "odd rank, a last chunk in part": dict(dtype=BF16, t=9, i=80, r=3),
+    "ranks in pieces": dict(dtype=BF16, t=20, i=50, r=70, bias=False),
+    "fp32": dict(dtype=F32, t=9, i=40, r=17),
+    "relu2, rank 1": dict(dtype=F16, t=20, i=100, r=1, activation="relu2"),
+    "swiglu_oai": dict(dtype=BF16, t=7, i=100, r=4, activation="swiglu_oai", limit=0.5),
+    "one token, 300 experts": dict(dtype=BF16, t=1, i=48, r=4, e=300, pattern="distinct"),
+    "one expert takes all": dict(dtype=BF16, t=40, i=32, r=4, pattern="one_expert"),
+    "nothing routed": dict(dtype=F32, t=5, i=48, r=4, pattern="none"),
+    "no tokens": dict(dtype=BF16, t=0, i=48, r=4),
+    "no LoRA": dict(dtype=BF16, t=9, i=80, r=0),
+    "gpre and v alone": dict(dtype=BF16, t=9, i=80, r=4, need_h=False, need_gw=False),
+    "gw alone": dict(dtype=BF16, t=9, i=80, r=0, need_h=False, need_gpre=False),
+    "h alone": dict(dtype=BF16, t=9, i=80, r=0, need_gpre=False, need_gw=False),
+}
 
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -236,6 +298,9 @@ if __name__ == "__main__":
     merge.SLICE_BYTES = 4096  # several slices of experts, even here
     check_route()
     print("route ok", flush=True)
+    for case, sizes in GLU_BACKWARDS.items():
+        check_glu_backward(**sizes)
+        print(f"glu_backward, {case} ok", flush=True)
     for case, sizes in LAYERS.items():
         check_layer(**sizes)
         if "w4a4" in case and sizes.get("fmt") != "mxfp4":

@@ -21,10 +21,10 @@ ROW_RESULTS = {
     "grouped_lora_linear": (0, 1),
     "grouped_lora_dgrad": (0, 1),
     "glu_grouped_lora_linear": (0, 1),
-    "glu_backward": (0, 1),
+    "glu_backward": (0, 1, 3),
 }
 """op -> which of its results have a row for each routed slot."""
-ROW_ARGUMENTS = {"x": "rows", "gy": "gy_rows", "p": "p_rows", "q": "q_rows", "pre": None, "gh": None}
+ROW_ARGUMENTS = {"x": "rows", "gy": "gy_rows", "p": "p_rows", "q": "q_rows", "pre": None, "gh": None, "v": None}
 """Arguments with a row for each routed slot, unless the named row indices are given."""
 
 
@@ -228,7 +228,10 @@ def _grouped_lora_dgrad(case: Case) -> list[Sample]:
         Sample("grouped_lora_dgrad", "in_order", in_order, (), ("gy",)),
         Sample("grouped_lora_dgrad", "merged", {**gathered, "merge_aware": True}, (), ("gy", "rows")),
         Sample("grouped_lora_dgrad", "v_only", {**in_order, "need_gx": False}, (), ("gy",)),
-    ]
+        Sample("grouped_lora_dgrad", "known_v", {**in_order, "v": _normal(case.t * K, 3)}, (), ("gy", "v")),
+        Sample("grouped_lora_dgrad", "merged_known_v",
+               {**gathered, "v": _normal(case.t * K, 5), "merge_aware": True}, (), ("gy", "rows", "v")),
+    ]  # fmt: skip
 
 
 def _grouped_lora_wgrad(case: Case) -> list[Sample]:
@@ -275,6 +278,8 @@ def _glu_backward(case: Case) -> list[Sample]:
         "gy": _normal(case.t, H, seed=3),
         "gy_rows": routed["rows"],
     }
+    relu2 = {**common, "pre": _normal(case.t * K, I), "gh": everything["gh"], "activation": "relu2", "need_gw": False}
+    relu2["lora_b"] = case.layer(activation="relu2").gate_up_lora_b
     only_h = {**common, "need_gpre": False, "need_gw": False}
     return [
         Sample(
@@ -284,6 +289,14 @@ def _glu_backward(case: Case) -> list[Sample]:
             (),
             (*token_side, "gy", "gy_rows"),
         ),
+        Sample(
+            "glu_backward",
+            "shrunk",
+            {**everything, "bias": layer.down_bias, "lora_b": layer.gate_up_lora_b, "scaling": 2.0},
+            (),
+            (*token_side, "gy", "gy_rows"),
+        ),
+        Sample("glu_backward", "shrunk_relu2", relu2, (), token_side),
         Sample("glu_backward", "only_h", only_h, (), token_side[:3]),
     ]
 

@@ -36,9 +36,9 @@ class TestSchemas(expecttest.TestCase):
             """\
 nvfp4::dequantize(Tensor codes, Tensor scales, Tensor global_scale, *, ScalarType dtype=15) -> Tensor
 nvfp4::fake_quantize(Tensor x, Tensor? global_scale=None, *, str format="nvfp4") -> Tensor
-nvfp4::glu_backward(Tensor pre, Tensor topk_weights, Tensor? gh, Tensor rows, Tensor offsets, Tensor? gy=None, Tensor? gy_rows=None, Tensor? bias=None, *, str activation="silu", float? limit=None, bool need_gpre=True, bool need_h=True, bool need_gw=True) -> (Tensor gpre, Tensor h, Tensor gw)
+nvfp4::glu_backward(Tensor pre, Tensor topk_weights, Tensor? gh, Tensor rows, Tensor offsets, Tensor? gy=None, Tensor? gy_rows=None, Tensor? bias=None, Tensor? lora_b=None, *, float scaling=1., str activation="silu", float? limit=None, bool need_gpre=True, bool need_h=True, bool need_gw=True) -> (Tensor gpre, Tensor h, Tensor gw, Tensor v)
 nvfp4::glu_grouped_lora_linear(Tensor pre, Tensor topk_weights, Tensor rows, Tensor offsets, Tensor codes, Tensor scales, Tensor global_scale, Tensor? lora_a=None, Tensor? lora_b=None, Tensor? bias=None, *, float scaling=1., str activation="silu", float? limit=None, str compute="w4a16", bool merge_aware=False, Tensor? input_scale=None) -> (Tensor y, Tensor u)
-nvfp4::grouped_lora_dgrad(Tensor gy, Tensor? rows, Tensor offsets, Tensor codes, Tensor scales, Tensor global_scale, Tensor? lora_a=None, Tensor? lora_b=None, *, float scaling=1., int top_k=1, bool need_gx=True, bool merge_aware=False) -> (Tensor gx, Tensor v)
+nvfp4::grouped_lora_dgrad(Tensor gy, Tensor? rows, Tensor offsets, Tensor codes, Tensor scales, Tensor global_scale, Tensor? lora_a=None, Tensor? lora_b=None, Tensor? v=None, *, float scaling=1., int top_k=1, bool need_gx=True, bool merge_aware=False) -> (Tensor gx, Tensor v)
 nvfp4::grouped_lora_linear(Tensor x, Tensor? rows, Tensor offsets, Tensor codes, Tensor scales, Tensor global_scale, Tensor? lora_a=None, Tensor? lora_b=None, Tensor? bias=None, *, float scaling=1., int top_k=1, str compute="w4a16", bool merge_aware=False, Tensor? input_scale=None) -> (Tensor y, Tensor u)
 nvfp4::grouped_lora_wgrad(Tensor p, Tensor? p_rows, Tensor q, Tensor? q_rows, Tensor offsets, *, ScalarType dtype, int top_k=1) -> Tensor
 nvfp4::merge_lora(Tensor codes, Tensor scales, Tensor global_scale, Tensor a, Tensor b, float scaling) -> (Tensor codes, Tensor scales)

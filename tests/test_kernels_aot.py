@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ahead_of_time import SHARED_MEMORY, build, family, unsettled_products
+from ahead_of_time import POINTER_TO, SHARED_MEMORY, build, family, unsettled_products
 
 from torch_nvfp4.lowering import block_scaled as launcher
 from torch_nvfp4.lowering import configs, pack
@@ -18,6 +18,7 @@ from torch_nvfp4.lowering.kernels import (
     combine,
     dequantize,
     glu,
+    glu_backward,
     grouped_gemm,
     merge,
     quantize,
@@ -229,9 +230,8 @@ ROW_KERNELS = {
     "glu": (glu.glu_forward, dict(
         WIDTH=768, H_WIDTH=768, ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, SPLIT=True, ORDER=1,
         ACTIVATION="silu", LIMIT=None)),
-    "glu backward": (glu.glu_backward, dict(
-        gy=None, gy_slots=None, bias=None, WIDTH=768, N=0, ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS,
-        ACTIVATION="swiglu_oai", LIMIT=7.0)),
+    "glu backward's sums": (glu_backward.sum_chunks, dict(
+        N=2880, CHUNKS=12, ROWS=configs.SUM_ROWS, COLUMNS=configs.SUM_COLUMNS)),
     "wgrad": (wgrad.wgrad, dict(
         NARROW=16, WIDE=configs.WGRAD_WIDE, ROWS=configs.WGRAD_ROWS)),
     "route count": (route.route_count, dict(BINS=1024, BLOCK=configs.ROUTE_BLOCK, num_warps=configs.ROUTE_WARPS)),
@@ -250,11 +250,48 @@ ROW_KERNELS = {
 def test_row_kernels_compile_and_fit(name: str, arch: int) -> None:
     kernel, constants = ROW_KERNELS[name]
     types = {"rows": "*bf16"} if name == "combine" else {"out": "*fp32"} if name == "wgrad" else {}
+    types |= {"gw_chunks": "*fp32", "v_chunks": "*fp32"} if name.endswith("sums") else {}
     sizes = dict(SIZES)
     if name.endswith("4-bit rows"):
         types = {"moved": "*bf16"}
         del sizes["moved"], sizes["row_scale"]
     build(kernel, arch, sizes | constants, types, constants.get("num_warps", 4))
+
+
+@cache
+def built_glu_backward(
+    config: configs.GluBackwardConfig, arch: int, dtype: torch.dtype, rank: int, activation: str = "silu"
+) -> Any:
+    halves = 1 if activation == "relu2" else 2
+    constants = SIZES | dict(
+        WIDTH=2880, R=min(rank, config.ranks), ACTIVATION=activation, LIMIT=None, PRECISION=precision(dtype),
+        **config.constants(2880, halves),
+    ) | ({} if rank else dict(lora_b=None, v_chunks=None))  # fmt: skip
+    types = dict.fromkeys(("pre", "gh", "gpre", "h"), POINTER_TO[TRITON_DTYPE[dtype]])
+    types |= dict.fromkeys(("gw_chunks", "v_chunks"), "*fp32")
+    return build(glu_backward.glu_backward, arch, constants, types, config.warps, num_stages=config.stages)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("rank", [16, 64, 128])
+@pytest.mark.parametrize("config", configs.GLU_BACKWARD_CONFIGS, ids=str)
+def test_glu_backward_compiles_and_computes_its_activation_once(
+    config: configs.GluBackwardConfig, rank: int, arch: int
+) -> None:
+    """… in the layout of the loads, and not a second time in that of the product."""
+    built = built_glu_backward(config, arch, torch.bfloat16, rank)
+    assert len(re.findall(r"= math\.exp", built.asm["ttgir"])) == 1 and "mma.sync" in built.asm["ptx"]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("rank", [0, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_other_glu_backwards_compile_and_fit(activation: str, dtype: torch.dtype, rank: int, arch: int) -> None:
+    for rows_each in (1, 16, 1024) if dtype == torch.float16 else (1,):
+        built = built_glu_backward(configs.glu_backward_config(rows_each, dtype), arch, dtype, rank, activation)
+        assert ("mma.sync" in built.asm["ptx"]) == (dtype == torch.float16 and rank > 0)
+        assert len(re.findall(r"= math\.exp", built.asm["ttgir"])) == (activation == "silu")
 
 
 ROWS = dict(

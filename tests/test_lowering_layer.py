@@ -59,9 +59,9 @@ rows: add div mul pow sum
 template: shrink
 hopper grouped_product: gx
 template: glu_backward
+template: sum_chunks
 template: wgrad
 template: wgrad
-template: shrink
 hopper grouped_product: gx
 template: wgrad
 template: wgrad

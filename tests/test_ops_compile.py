@@ -365,10 +365,10 @@ nvfp4.glu_backward
 <built-in function getitem>
 <built-in function getitem>
 <built-in function getitem>
+<built-in function getitem>
 nvfp4.grouped_lora_wgrad
 nvfp4.grouped_lora_wgrad
 nvfp4.grouped_lora_dgrad
-<built-in function getitem>
 <built-in function getitem>
 nvfp4.grouped_lora_wgrad
 nvfp4.grouped_lora_wgrad

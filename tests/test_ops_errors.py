@@ -82,12 +82,23 @@ OP_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear: top_k = 0": ("grouped_lora_linear", {"top_k": 0}),
     "linear: offsets of another E": ("grouped_lora_linear", {"offsets": torch.zeros(3, dtype=torch.int32)}),
     "dgrad: gy of another width": ("grouped_lora_dgrad", {"gy": torch.zeros(6, 32)}),
+    "dgrad: v of another M": ("grouped_lora_dgrad", {"v": torch.zeros(17, 5)}),
+    "dgrad: v of another R": ("grouped_lora_dgrad", {"v": torch.zeros(18, 3)}),
+    "dgrad: v of another dtype": ("grouped_lora_dgrad", {"v": torch.zeros(18, 5, dtype=torch.bfloat16)}),
+    "dgrad: v without LoRA": ("grouped_lora_dgrad", {"v": torch.zeros(18, 5), "lora_a": None, "lora_b": None}),
+    "dgrad: v of rows in order": (
+        "grouped_lora_dgrad",
+        {"gy": torch.zeros(18, 48), "rows": None, "top_k": 1, "v": torch.zeros(17, 5)},
+    ),
     "wgrad: p of another M": ("grouped_lora_wgrad", {"p": torch.zeros(17, 5)}),
     "wgrad: integers": ("grouped_lora_wgrad", {"p": torch.zeros(18, 5, dtype=torch.int32)}),
     "glu: pre of another width": ("glu_grouped_lora_linear", {"pre": torch.zeros(18, 32)}),
     "glu: pre of another M": ("glu_grouped_lora_linear", {"pre": torch.zeros(17, 64)}),
     "glu backward: no gh": ("glu_backward", {"gh": None}),
     "glu backward: gy of another T": ("glu_backward", {"gy": torch.zeros(5, 48)}),
+    "glu backward: lora_b of another width": ("glu_backward", {"lora_b": torch.zeros(4, 32, 3)}),
+    "glu backward: lora_b of another E": ("glu_backward", {"lora_b": torch.zeros(3, 64, 3)}),
+    "glu backward: lora_b without gpre": ("glu_backward", {"lora_b": torch.zeros(4, 64, 3), "need_gpre": False}),
     "quantize: width": ("quantize", {"x": torch.zeros(2, 24)}),
     "quantize: dtype": ("quantize", {"x": torch.zeros(2, 32, dtype=torch.int32)}),
     "quantize: format": ("quantize", {"format": "nvfp8"}),
@@ -206,6 +217,16 @@ linear: offsets of another E
   ValueError: grouped_lora_linear: codes has E = 4, but offsets has E = 3 (codes must be [E, N, C/2], got [4, 64, 24])
 dgrad: gy of another width
   ValueError: grouped_lora_dgrad: codes has N = 48, but gy has N = 32 (codes must be [E, N, C/2], got [4, 48, 16])
+dgrad: v of another M
+  ValueError: grouped_lora_dgrad: v has M = 17, but rows has M = 18 (v must be [M, R], got [17, 5])
+dgrad: v of another R
+  ValueError: grouped_lora_dgrad: v has R = 3, but lora_a has R = 5 (v must be [M, R], got [18, 3])
+dgrad: v of another dtype
+  TypeError: grouped_lora_dgrad: v must be float32 as gy is, got bfloat16
+dgrad: v without LoRA
+  ValueError: grouped_lora_dgrad: v is given without lora_a and lora_b
+dgrad: v of rows in order
+  ValueError: grouped_lora_dgrad: v has M = 17, but gy has M = 18
 wgrad: p of another M
   ValueError: grouped_lora_wgrad: q_rows has M = 18, but p has M = 17
 wgrad: integers
@@ -218,6 +239,12 @@ glu backward: no gh
   ValueError: glu_backward: gh may be None only where need_gpre and need_gw are False
 glu backward: gy of another T
   ValueError: glu_backward: gy_rows has M = 18, but gy has 5 rows of 3 slots each
+glu backward: lora_b of another width
+  ValueError: glu_backward: lora_b has I = 16, but pre has I = 32 (lora_b must be [E, 2I, R], got [4, 32, 3])
+glu backward: lora_b of another E
+  ValueError: glu_backward: lora_b has E = 3, but offsets has E = 4 (lora_b must be [E, 2I, R], got [3, 64, 3])
+glu backward: lora_b without gpre
+  ValueError: glu_backward: lora_b may be given only where need_gpre is True, as v is that of gpre
 quantize: width
   ValueError: nvfp4: C of x [..., C] must be a multiple of B = 16; given [2, 24]
 quantize: dtype

@@ -168,6 +168,10 @@ def test_grouped_lora_dgrad_row_by_row(case: tuple[Layer, Tensor, Tensor], gathe
     )
     routed = owned_rows(offsets)
     assert only_v[0].shape == (0, gx.shape[1]) and torch.equal(only_v[1][: len(routed)], v[: len(routed)])
+    from_v, no_v = OPS.grouped_lora_dgrad(
+        gy, rows if gather else None, offsets, *weight(layer, "down"), v, scaling=0.5, **gathered
+    )
+    assert no_v.shape == (0, v.shape[1]) and torch.equal(from_v[: len(routed)], gx[: len(routed)])
     if not routed:
         return
     (a, b), w = factors(layer, "down"), dense(layer, "down")
@@ -226,7 +230,10 @@ def test_glu_backward_is_torchs_own_derivative(case: tuple[Layer, Tensor, Tensor
     pre = random_like(m, layer.gate_up_codes.shape[1], layer.x.dtype)
     gh = random_like(m, i, layer.x.dtype)
     gy = random_like(t, layer.down_codes.shape[1], layer.x.dtype)
-    gpre, h, gw = OPS.glu_backward(pre, layer.topk_weights, gh, rows, offsets, gy, rows, layer.down_bias, **activation)
+    gpre, h, gw, v = OPS.glu_backward(
+        pre, layer.topk_weights, gh, rows, offsets, gy, rows, layer.down_bias, layer.gate_up_lora_b, scaling=2.0,
+        **activation,
+    )  # fmt: skip
     leaf_pre = pre.double().requires_grad_()
     leaf_w = layer.topk_weights.detach().double().requires_grad_()
     routed = owned_rows(offsets)
@@ -245,6 +252,9 @@ def test_glu_backward_is_torchs_own_derivative(case: tuple[Layer, Tensor, Tensor
     assert_near(h[: len(routed)], wanted_h.detach(), 64)
     assert_near(gpre[: len(routed)], wanted_gpre[: len(routed)], 64)
     assert_near(gw, wanted_gw, 64 * i)
+    b = layer.gate_up_lora_b.double()
+    wanted_v = [2.0 * (gpre[row].double() @ b[e]) for row, e in routed]  # of gpre as it is rounded
+    assert_near(v[: len(routed)], torch.stack(wanted_v), b.shape[1])
     unrouted = rows[len(routed) :].long()
     assert not gw.flatten()[unrouted].any()
 
@@ -275,12 +285,13 @@ def test_flop_formulas_count_two_per_multiply_add() -> None:
     assert is_gated(layer.options["activation"])
     up, down = n * h + r_up * (n + h), h * i + r_down * (h + i)
     assert forward == 2 * m * (up + down)
-    shrinks = 2 * m * (r_up * n + r_up * h + r_down * h + r_down * i)  # dA and dB of both projections
-    assert counter.get_total_flops() == forward + 2 * m * (up + down) + shrinks
+    factors = 2 * m * (r_up * n + r_up * h + r_down * h + r_down * i)  # dA and dB of both projections
+    assert counter.get_total_flops() == forward + 2 * m * (up + down) + factors
     by_op = counter.get_flop_counts()["Global"]
     assert {op.__name__.split(".")[0]: flops for op, flops in by_op.items()} == {
         "grouped_lora_linear": 2 * m * up,
         "glu_grouped_lora_linear": 2 * m * down,
-        "grouped_lora_dgrad": 2 * m * (up + down),
-        "grouped_lora_wgrad": shrinks,
+        "glu_backward": 2 * m * r_up * n,
+        "grouped_lora_dgrad": 2 * m * (up + down - r_up * n),
+        "grouped_lora_wgrad": factors,
     }

@@ -1,10 +1,9 @@
-"""Activation × router weight before the down projection, and its backward; the formulas of `ops/activation.py`."""
+"""Activation × router weight before the down projection; the formulas of `ops/activation.py`, derivatives included."""
 
 import triton
 import triton.language as tl
 
 from .shrink import store_rows
-from .tiles import locate_tile
 
 
 @triton.jit
@@ -76,62 +75,3 @@ def glu_forward(
     pre_rows = pre + rows.to(tl.int64)[:, None] * pre_stride
     act, _, _ = activation_tile(pre_rows, columns, mask, WIDTH, ACTIVATION, LIMIT)
     store_rows(h, rows, inside, column, (act * router[:, None]).to(DTYPE), H_WIDTH, ROWS, COLUMNS, ORDER)
-
-
-@triton.jit
-def glu_backward(
-    pre, pre_stride, slot_weights, gh, slots, offsets, gy, gy_stride, gy_slots, bias, gpre, h, gw, M, top_k,
-    E, E_POW2: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
-    """gpre, h and gw (per slot) from gh = d loss / d h; an output that is None is not computed.
-
-    gw sums gh · act over the row, plus gy · bias where the down projection has one; a slot of no expert gets 0.
-    """
-    if gw is not None:  # the slots of no expert come last in `slots`
-        last_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        unrouted = (last_rows >= tl.load(offsets + E - 1)) & (last_rows < M)
-        slot = tl.load(slots + last_rows, mask=unrouted, other=0)
-        tl.store(gw + slot, tl.zeros((ROWS,), gw.dtype.element_ty), mask=unrouted)
-    expert, row, end = locate_tile(tl.program_id(0), offsets, E, E_POW2, ROWS)
-    if row < end:
-        rows = row + tl.arange(0, ROWS)
-        inside = rows < end
-        slot = tl.load(slots + rows, mask=inside, other=0)
-        router = tl.load(slot_weights + slot, mask=inside, other=0.0).to(tl.float32)[:, None]
-        row64 = rows.to(tl.int64)[:, None]
-        pre_rows = pre + row64 * pre_stride
-        GATED: tl.constexpr = ACTIVATION != "relu2"
-        gw_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for column in range(0, WIDTH, COLUMNS):
-            columns = column + tl.arange(0, COLUMNS)
-            mask = inside[:, None] & (columns < WIDTH)[None, :]
-            act, by_gate, by_up = activation_tile(pre_rows, columns, mask, WIDTH, ACTIVATION, LIMIT)
-            if h is not None:
-                h_tile = act * router
-                tl.store(h + row64 * WIDTH + columns[None, :], h_tile.to(h.dtype.element_ty), mask=mask)
-            if gh is not None:
-                gh_tile = tl.load(gh + row64 * WIDTH + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-                gw_sum += tl.where(mask, gh_tile * act, 0.0)
-                if gpre is not None:
-                    grad = gh_tile * router
-                    PRE_WIDTH: tl.constexpr = 2 * WIDTH if GATED else WIDTH
-                    target = gpre + row64 * PRE_WIDTH + columns[None, :]
-                    tl.store(target, (grad * by_gate).to(gpre.dtype.element_ty), mask=mask)
-                    if GATED:
-                        tl.store(target + WIDTH, (grad * by_up).to(gpre.dtype.element_ty), mask=mask)
-        if gw is not None:
-            total = tl.sum(gw_sum, 1)
-            if bias is not None:
-                source = row64
-                if gy_slots is not None:
-                    source = (tl.load(gy_slots + rows, mask=inside, other=0) // top_k).to(tl.int64)[:, None]
-                bias_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
-                for column in range(0, N, COLUMNS):
-                    columns = column + tl.arange(0, COLUMNS)
-                    mask = inside[:, None] & (columns < N)[None, :]
-                    gy_tile = tl.load(gy + source * gy_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-                    bias_row = tl.load(bias + expert.to(tl.int64) * N + columns, mask=columns < N, other=0.0)
-                    bias_sum += gy_tile * bias_row.to(tl.float32)[None, :]
-                total += tl.sum(bias_sum, 1)
-            tl.store(gw + slot, total.to(gw.dtype.element_ty), mask=inside)

@@ -53,7 +53,7 @@ def _blocks_split(a: Mapping[str, Any]) -> bool:
 
 def _dgrad(a: Mapping[str, Any]) -> Iterator[Split]:
     if _one_scale(a):
-        yield [Partial(), Partial()], {"gy": Shard(1), **_WEIGHT_N, "lora_b": Shard(1)}
+        yield [Partial(), Partial()], {"gy": Shard(1), **_WEIGHT_N, "lora_b": Shard(1), "v": Partial()}
     if _blocks_split(a):
         yield [Shard(1), _REPLICATED], {**_WEIGHT_C, "lora_a": Shard(2)}
 
@@ -72,7 +72,7 @@ def _glu(a: Mapping[str, Any]) -> Iterator[Split]:
 
 def _glu_backward(a: Mapping[str, Any]) -> Iterator[Split]:
     if not is_gated(a.get("activation", "silu")) and a.get("bias") is None:
-        yield [Shard(1), Shard(1), Partial()], {"pre": Shard(1), "gh": Shard(1)}
+        yield [Shard(1), Shard(1), Partial(), Partial()], {"pre": Shard(1), "gh": Shard(1), "lora_b": Shard(1)}
 
 
 def _merge_lora(a: Mapping[str, Any]) -> Iterator[Split]:

@@ -60,15 +60,20 @@ class Grads(NamedTuple):
 
 def linear_backward(
     gy: Tensor, x: Tensor | None, rows: Tensor | None, offsets: Tensor, u: Tensor | None, top_k: int,
-    p: Projection, needs: Needs, ops: Any = _OPS,
+    p: Projection, needs: Needs, ops: Any = _OPS, v: Tensor | None = None,
 ) -> Grads:  # fmt: skip
-    """Gradients of `grouped_lora_linear` for gy `[M, N]`; `input` is still on the M-row side: `[M, C]`."""
+    """Gradients of `grouped_lora_linear` for gy `[M, N]`; `input` is still on the M-row side: `[M, C]`.
+
+    v is that of gy, where it is known already.
+    """
     gx = ga = gb = gbias = None
     if needs.input or needs.lora_a:
-        gx_M, v = ops.grouped_lora_dgrad(
-            gy, None, offsets, *p.weight, scaling=p.scaling, need_gx=needs.input, merge_aware=p.merge_aware
-        )
-        gx = gx_M if needs.input else None
+        if needs.input or v is None:
+            gx_M, new_v = ops.grouped_lora_dgrad(
+                gy, None, offsets, *p.weight, v, scaling=p.scaling, need_gx=needs.input, merge_aware=p.merge_aware
+            )
+            gx = gx_M if needs.input else None
+            v = new_v if v is None else v
         if needs.lora_a and p.lora_a is not None:
             ga = ops.grouped_lora_wgrad(v, None, x, rows, offsets, dtype=p.lora_a.dtype, top_k=top_k)
     if needs.lora_b and p.lora_b is not None:
@@ -82,12 +87,14 @@ def linear_backward(
 def glu_linear_backward(
     gy: Tensor, gy_rows: Tensor | None, pre: Tensor | None, topk_weights: Tensor, rows: Tensor, offsets: Tensor,
     u: Tensor | None, p: Projection, needs: Needs, activation: dict[str, Any], ops: Any = _OPS,
-) -> Grads:  # fmt: skip
+    before: Projection | None = None,
+) -> tuple[Grads, Tensor | None]:  # fmt: skip
     """Gradients of `glu_grouped_lora_linear`; gy is `[M, N]`, or `[T, N]` gathered by gy_rows.
 
+    `before` is the projection that made pre, where the v of its backward is wanted too: gpre is at hand here.
     h is recomputed from pre under another op's name: the forward never keeps it, and a compiler cannot merge the two.
     """
-    gpre = gw = ga = gb = gbias = None
+    gpre = gw = ga = gb = gbias = v_before = None
     top_k = topk_weights.shape[1]
     gather = {"top_k": top_k} if gy_rows is not None else {}
     need_gh = needs.input or needs.topk_weights
@@ -95,8 +102,10 @@ def glu_linear_backward(
         gh, v = ops.grouped_lora_dgrad(
             gy, gy_rows, offsets, *p.weight, scaling=p.scaling, need_gx=need_gh, merge_aware=p.merge_aware, **gather
         )
-        gpre, h, gw = ops.glu_backward(
-            pre, topk_weights, gh if need_gh else None, rows, offsets, gy, gy_rows, p.bias, **activation,
+        shrinks = {} if before is None else {"scaling": before.scaling}
+        gpre, h, gw, v_before = ops.glu_backward(
+            pre, topk_weights, gh if need_gh else None, rows, offsets, gy, gy_rows, p.bias,
+            None if before is None else before.lora_b, **shrinks, **activation,
             need_gpre=needs.input, need_h=needs.lora_a, need_gw=needs.topk_weights,
         )  # fmt: skip
         if needs.lora_a and p.lora_a is not None:
@@ -106,7 +115,8 @@ def glu_linear_backward(
     if needs.bias and p.bias is not None:
         router = topk_weights.reshape(-1, 1).index_select(0, rows)
         gbias = ops.grouped_lora_wgrad(gy, gy_rows, router, None, offsets, dtype=p.bias.dtype, **gather).squeeze(-1)
-    return Grads(gpre if needs.input else None, ga, gb, gbias, gw if needs.topk_weights else None)
+    grads = Grads(gpre if needs.input else None, ga, gb, gbias, gw if needs.topk_weights else None)
+    return grads, None if before is None else v_before
 
 
 class _Function(_SingleLevelFunction):
@@ -266,7 +276,7 @@ class _GluGroupedLoraLinear(FirstOrderFunction):
 
         def compute() -> tuple[Tensor | None, ...]:
             p = Projection(codes, scales, global_scale, lora_a, lora_b, bias, scaling, merge_aware)
-            g = glu_linear_backward(gy, None, pre, topk_weights, rows, offsets, u, p, needs, activation)
+            g, _ = glu_linear_backward(gy, None, pre, topk_weights, rows, offsets, u, p, needs, activation)
             gpre = g.input
             if gpre is not None:
                 gpre = _to_tokens(gpre, None, offsets, 1)

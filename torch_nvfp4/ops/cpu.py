@@ -92,23 +92,25 @@ def grouped_lora_linear(
 
 def grouped_lora_dgrad(
     gy: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
-    lora_a: Tensor | None = None, lora_b: Tensor | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, v: Tensor | None = None,
     *, scaling: float = 1.0, top_k: int = 1, need_gx: bool = True, merge_aware: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """gx `[M, C]` = (gy·g) @ W_e + v @ a_e (`[0, C]` if not needed); v `[M, R]` = scaling · gy[rows // top_k] @ b_e.
 
-    merge_aware: W is `merge_lora`'s, and v @ a_e is not added.
+    A v that is given is taken as it is, and the one returned has 0 rows. merge_aware: W is `merge_lora`'s, and v @ a_e
+    is not added.
     """
     m = gy.shape[0] if rows is None else rows.shape[0]
     weight = _Projection(codes, scales, global_scale, lora_a, lora_b, scaling, _accumulate_dtype(gy.dtype), merge_aware)
     gx = gy.new_empty(m if need_gx else 0, codes.shape[2] * 2)
-    v = gy.new_empty(m, 0 if lora_b is None else lora_b.shape[2])
+    new_v = gy.new_empty(m if v is None else 0, 0 if lora_b is None else lora_b.shape[2])
     for e, begin, end in _segments(offsets):
         gy_e = _take(gy, rows, begin, end, top_k, weight.acc)
-        weight.lora_grad(e, gy_e, v[begin:end])
+        if v is None:
+            weight.lora_grad(e, gy_e, new_v[begin:end])
         if need_gx:
-            gx[begin:end] = weight.input_grad(e, gy_e, v[begin:end])
-    return gx, v
+            gx[begin:end] = weight.input_grad(e, gy_e, (new_v if v is None else v)[begin:end])
+    return gx, new_v
 
 
 def grouped_lora_wgrad(
@@ -156,20 +158,23 @@ def glu_grouped_lora_linear(
 def glu_backward(
     pre: Tensor, topk_weights: Tensor, gh: Tensor | None, rows: Tensor, offsets: Tensor,
     gy: Tensor | None = None, gy_rows: Tensor | None = None, bias: Tensor | None = None,
-    *, activation: str = "silu", limit: float | None = None,
+    lora_b: Tensor | None = None,
+    *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None,
     need_gpre: bool = True, need_h: bool = True, need_gw: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients through h = act(pre) · router weight, given gh `[M, I]` = d loss / d h.
 
     gpre is shaped as pre, h `[M, I]` is recomputed for the factor gradients, gw `[T, K]` has exact 0 for slots that
-    are not routed. A bias of the down projection adds gy_m · bias_e to gw. What is not needed has 0 rows; gh may be
-    None where only h is needed.
+    are not routed. A bias of the down projection adds gy_m · bias_e to gw. With lora_b, that of the projection which
+    made pre, v `[M, R]` = scaling · gpre @ b_e of gpre as returned, which its `grouped_lora_dgrad` takes (else
+    `[M, 0]`). What is not needed has 0 rows; gh may be None where only h is needed.
     """
     acc = _accumulate_dtype(pre.dtype)
     top_k = topk_weights.shape[1]
     gpre = pre.new_empty(pre.shape[0] if need_gpre else 0, pre.shape[1])
     h = pre.new_empty(pre.shape[0] if need_h else 0, activation_width(pre.shape[1], activation))
     gw = topk_weights.new_zeros(topk_weights.shape[0] if need_gw else 0, top_k)
+    v = pre.new_empty(pre.shape[0], 0 if lora_b is None else lora_b.shape[2])
     for e, begin, end in _segments(offsets):
         router_e = _router_weights(topk_weights, rows[begin:end], acc)
         pre_e = pre[begin:end].to(acc)
@@ -180,6 +185,8 @@ def glu_backward(
         gpre_e, act_e = activate_backward(pre_e, gh_e * router_e, activation, limit)
         if need_gpre:
             gpre[begin:end] = gpre_e
+            if lora_b is not None:
+                v[begin:end] = (gpre[begin:end].to(acc) @ lora_b[e].to(acc)).mul_(scaling)
         if need_gw:
             gw_e = (gh_e * act_e).sum(1)
             if gy is not None and bias is not None:
@@ -187,7 +194,7 @@ def glu_backward(
             gw.view(-1).index_copy_(0, rows[begin:end].to(torch.int64), gw_e.to(gw.dtype))
         if need_h:
             h[begin:end] = act_e.mul_(router_e)
-    return gpre, h, gw
+    return gpre, h, gw, v
 
 
 def _quantized(x: Tensor, input_scale: Tensor | None) -> Tensor:

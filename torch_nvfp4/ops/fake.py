@@ -56,12 +56,12 @@ def grouped_lora_linear(
 
 def grouped_lora_dgrad(
     gy: Tensor, rows: Tensor | None, offsets: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor,
-    lora_a: Tensor | None = None, lora_b: Tensor | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, v: Tensor | None = None,
     *, scaling: float = 1.0, top_k: int = 1, need_gx: bool = True, merge_aware: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     m = gy.shape[0] if rows is None else rows.shape[0]
     gx = gy.new_empty(m if need_gx else 0, codes.shape[2] * 2)
-    return gx, gy.new_empty(m, 0 if lora_b is None else lora_b.shape[2])
+    return gx, gy.new_empty(m if v is None else 0, 0 if lora_b is None else lora_b.shape[2])
 
 
 def grouped_lora_wgrad(
@@ -84,9 +84,11 @@ def glu_grouped_lora_linear(
 def glu_backward(
     pre: Tensor, topk_weights: Tensor, gh: Tensor | None, rows: Tensor, offsets: Tensor,
     gy: Tensor | None = None, gy_rows: Tensor | None = None, bias: Tensor | None = None,
-    *, activation: str = "silu", limit: float | None = None,
+    lora_b: Tensor | None = None,
+    *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None,
     need_gpre: bool = True, need_h: bool = True, need_gw: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     gpre = pre.new_empty(pre.shape[0] if need_gpre else 0, pre.shape[1])
     h = pre.new_empty(pre.shape[0] if need_h else 0, activation_width(pre.shape[1], activation))
-    return gpre, h, topk_weights.new_empty(topk_weights.shape[0] if need_gw else 0, topk_weights.shape[1])
+    gw = topk_weights.new_empty(topk_weights.shape[0] if need_gw else 0, topk_weights.shape[1])
+    return gpre, h, gw, pre.new_empty(pre.shape[0], 0 if lora_b is None else lora_b.shape[2])

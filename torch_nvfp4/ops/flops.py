@@ -31,10 +31,13 @@ def _linear(x: Any, rows: Any, offsets: Any, codes: Any, scales: Any, global_sca
 
 
 def _dgrad(gy: Any, rows: Any, offsets: Any, codes: Any, scales: Any, global_scale: Any, lora_a: Any = None,
-           lora_b: Any = None, *, need_gx: bool = True, **kwargs: Any) -> int:  # fmt: skip
+           lora_b: Any = None, v: Any = None, *, need_gx: bool = True, **kwargs: Any) -> int:  # fmt: skip
     m = gy[0] if rows is None else rows[0]
-    if need_gx:
-        return _projection_flops(m, codes, lora_a)
+    known = 0 if v is None else _shrink_flops(m, lora_b)
+    return (_projection_flops(m, codes, lora_a) if need_gx else _shrink_flops(m, lora_b)) - known
+
+
+def _shrink_flops(m: int, lora_b: Any) -> int:
     return 0 if lora_b is None else 2 * m * lora_b[1] * lora_b[2]
 
 
@@ -48,11 +51,17 @@ def _glu_linear(pre: Any, topk_weights: Any, rows: Any, offsets: Any, codes: Any
     return _projection_flops(pre[0], codes, lora_a)
 
 
+def _glu_backward(pre: Any, topk_weights: Any, gh: Any, rows: Any, offsets: Any, gy: Any = None, gy_rows: Any = None,
+                  bias: Any = None, lora_b: Any = None, **kwargs: Any) -> int:  # fmt: skip
+    return _shrink_flops(pre[0], lora_b)
+
+
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _OPS.grouped_lora_linear: _linear,
     _OPS.grouped_lora_dgrad: _dgrad,
     _OPS.grouped_lora_wgrad: _wgrad,
     _OPS.glu_grouped_lora_linear: _glu_linear,
+    _OPS.glu_backward: _glu_backward,
 }
 
 

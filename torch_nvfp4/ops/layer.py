@@ -156,15 +156,17 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     rows, offsets, topk_weights = saved["rows"], saved["offsets"], saved["topk_weights"]
     ops, top_k = small_ops((grad_out, *saved.values())), topk_weights.shape[1]
-    down = glu_linear_backward(
+    before = _projection(saved, "gate_up", options.gate_up_scaling, options)
+    shrinks = before.lora_b is not None and (needs.gate_up.input or needs.gate_up.lora_a)
+    down, v = glu_linear_backward(
         grad_out, rows, saved["pre"], topk_weights, rows, offsets, saved["down_u"],
         _projection(saved, "down", options.down_scaling, options), needs.down, options.glu, ops,
+        before if shrinks else None,
     )  # fmt: skip
     gx = ga = gb = gbias = None
     if down.input is not None:
         gate_up = linear_backward(
-            down.input, saved["x"], rows, offsets, saved["gate_up_u"], top_k,
-            _projection(saved, "gate_up", options.gate_up_scaling, options), needs.gate_up, ops,
+            down.input, saved["x"], rows, offsets, saved["gate_up_u"], top_k, before, needs.gate_up, ops, v,
         )  # fmt: skip
         gx, ga, gb, gbias = gate_up.input, gate_up.lora_a, gate_up.lora_b, gate_up.bias
         if gx is not None:

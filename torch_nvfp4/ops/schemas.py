@@ -30,7 +30,7 @@ SCHEMAS: dict[str, str] = {
     "moe_route": "(Tensor topk_ids, int num_experts) -> (Tensor rows_M, Tensor inverse_M, Tensor offsets_E)",
     "grouped_lora_linear": f"(Tensor x, Tensor? rows, Tensor offsets, {_WEIGHT}, {_LORA}, Tensor? bias=None, *,"
     f" float scaling=1.0, int top_k=1, {_NUMBERS}, {_INPUT_SCALE}) -> (Tensor y, Tensor u)",
-    "grouped_lora_dgrad": f"(Tensor gy, Tensor? rows, Tensor offsets, {_WEIGHT}, {_LORA}, *,"
+    "grouped_lora_dgrad": f"(Tensor gy, Tensor? rows, Tensor offsets, {_WEIGHT}, {_LORA}, Tensor? v=None, *,"
     " float scaling=1.0, int top_k=1, bool need_gx=True, bool merge_aware=False) -> (Tensor gx, Tensor v)",
     "grouped_lora_wgrad": "(Tensor p, Tensor? p_rows, Tensor q, Tensor? q_rows, Tensor offsets, *,"
     " ScalarType dtype, int top_k=1) -> Tensor",
@@ -39,8 +39,9 @@ SCHEMAS: dict[str, str] = {
     f' float scaling=1.0, str activation="silu", float? limit=None, {_NUMBERS}, {_INPUT_SCALE})'
     " -> (Tensor y, Tensor u)",
     "glu_backward": "(Tensor pre, Tensor topk_weights, Tensor? gh, Tensor rows, Tensor offsets,"
-    ' Tensor? gy=None, Tensor? gy_rows=None, Tensor? bias=None, *, str activation="silu", float? limit=None,'
-    " bool need_gpre=True, bool need_h=True, bool need_gw=True) -> (Tensor gpre, Tensor h, Tensor gw)",
+    " Tensor? gy=None, Tensor? gy_rows=None, Tensor? bias=None, Tensor? lora_b=None, *,"
+    ' float scaling=1.0, str activation="silu", float? limit=None,'
+    " bool need_gpre=True, bool need_h=True, bool need_gw=True) -> (Tensor gpre, Tensor h, Tensor gw, Tensor v)",
     "moe_lora": "(Tensor x, Tensor topk_ids, Tensor topk_weights,"
     " Tensor gate_up_codes, Tensor gate_up_scales, Tensor gate_up_global_scale,"
     " Tensor down_codes, Tensor down_scales, Tensor down_global_scale,"

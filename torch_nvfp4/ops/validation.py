@@ -104,6 +104,7 @@ RULES: dict[str, dict[str, Rule]] = {
         **_ROUTING,
         **_weight("", "N", "C"),
         **_factors("", "N", "C", "R"),
+        "v": Rule("float", "M R"),
     },
     "grouped_lora_wgrad": {
         "p": Rule("float", "P_rows P"),
@@ -131,6 +132,7 @@ RULES: dict[str, dict[str, Rule]] = {
             "gy": Rule("float", "X N"),
             "gy_rows": Rule("int32", "M"),
             "bias": Rule("float", "E N"),
+            "lora_b": Rule("float", f"E {n} R"),
         }
         for suffix, n in (("", "2I"), (":plain", "I"))
     },
@@ -139,10 +141,10 @@ RULES: dict[str, dict[str, Rule]] = {
 }
 
 
-# op -> (token-side tensor, its row indices): the tensor has M / top_k rows where the indices are given.
+# op -> (token-side tensor, its row indices): the tensor has M / top_k rows where the indices are given ("": never).
 _TOKEN_SIDE: dict[str, tuple[tuple[str, str], ...]] = {
     "grouped_lora_linear": (("x", "rows"),),
-    "grouped_lora_dgrad": (("gy", "rows"),),
+    "grouped_lora_dgrad": (("gy", "rows"), ("v", "")),
     "grouped_lora_wgrad": (("p", "p_rows"), ("q", "q_rows")),
     "glu_grouped_lora_linear": (("topk_weights", "rows"),),
     "glu_backward": (("topk_weights", "rows"), ("gy", "gy_rows")),
@@ -216,6 +218,8 @@ def _check_options(op: str, arguments: Mapping[str, Any], activation: str) -> No
     if op == "glu_backward" and arguments["gh"] is None:
         if arguments.get("need_gpre", True) or arguments.get("need_gw", True):
             raise ValueError(f"{op}: gh may be None only where need_gpre and need_gw are False")
+    if op == "glu_backward" and arguments.get("lora_b") is not None and not arguments.get("need_gpre", True):
+        raise ValueError(f"{op}: lora_b may be given only where need_gpre is True, as v is that of gpre")
     if arguments.get("num_experts", 1) < 1:
         raise ValueError(f"{op}: num_experts must be at least 1, got {arguments['num_experts']}")
 
@@ -250,12 +254,17 @@ def _bind_shape(
 
 
 def _check_pairs(op: str, arguments: Mapping[str, Any]) -> None:
-    """LoRA factors come in pairs; a global scale per half needs two halves."""
+    """LoRA factors come in pairs, and v with them; a global scale per half needs two halves."""
     for name, partner in _FACTOR_PAIRS.get(op, ()):
         given = arguments.get(name) is not None
         if given != (arguments.get(partner) is not None):
             lone, missing = (name, partner) if given else (partner, name)
             raise ValueError(f"{op}: {lone} is given without {missing}; LoRA needs both factors")
+    v = arguments.get("v")
+    if v is not None and arguments.get("lora_b") is None:
+        raise ValueError(f"{op}: v is given without lora_a and lora_b")
+    if v is not None and v.dtype != arguments["gy"].dtype:
+        raise TypeError(f"{op}: v must be {_names((arguments['gy'].dtype,))} as gy is, got {_names((v.dtype,))}")
     for name, codes in _WEIGHTS.get(op, ()):
         if arguments[name].shape[1] == 2:
             n = arguments[codes].shape[1]
