@@ -186,7 +186,7 @@ class GluBackwardConfig:
 GLU_BACKWARD_CONFIGS = (
     GluBackwardConfig(32, 64, 64, 1024, 64, 3, 4),
     GluBackwardConfig(16, 4, 64, 768, 64, 3, 4),
-    GluBackwardConfig(16, 0, 256, 256, 32, 1, 8),
+    GluBackwardConfig(16, 0, 128, 256, 64, 2, 4),
 )
 GLU_BACKWARD_FP32 = GluBackwardConfig(16, 0, 32, 256, 64, 1, 4)
 SUM_ROWS, SUM_COLUMNS = 16, 256
