@@ -52,7 +52,7 @@ def test_a_few_tokens_meet_every_kernel_of_all_tokens(hopper: None, sizes: Layer
     assert not {"grouped_dense", "grouped_linear"} & {*kernels}
     assert {"shrink", "wgrad", "glu_forward", "glu_backward", "sum_chunks", "combine"} <= {*kernels}
     assert {"route_at_once", "route_count", "route_scan", "route_place"} <= {*kernels}
-    assert len(met) <= 40
+    assert len(met) <= 46
 
 
 def test_integers_add_few_variants(hopper: None) -> None:
