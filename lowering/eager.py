@@ -225,7 +225,6 @@ def _shrink(
     x = with_unit_stride(x)
     e, r = offsets.shape[0], u.shape[1]
     factor_width = 0 if factor is None else factor.shape[2 if by_rank else 1]
-    ranks = min(padded_rank(r), configs.SHRINK_RANKS)
     values, row_scale = (None, None) if out is None else out[:2]
     sizes: dict[str, Any] = dict(
         E=e, E_POW2=power_of_two(e, 16), WIDTH=x.shape[1], FACTOR_WIDTH=factor_width,
@@ -240,6 +239,7 @@ def _shrink(
             COLUMNS=min(configs.SHRINK_ROW_COLUMNS, power_of_two(x.shape[1], 32)), **sizes, num_warps=4,
         )  # fmt: skip
         return
+    ranks = min(padded_rank(r), configs.SHRINK_RANKS)
     moved_rows = (None, None) if moved is None else moved[:2]
     launch(
         shrink.shrink,

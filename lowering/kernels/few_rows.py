@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .hopper_decode import decode, decode_scales
+from .hopper_feed import expert_tiles
 
 TOKENS = gl.constexpr(8)
 CHUNK = gl.constexpr(256)
@@ -84,22 +85,12 @@ def _third(SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def _locate(tile, offsets, E, E_POW2: gl.constexpr, AFTER: gl.constexpr):
-    """(expert, first row, end row of the expert) of a tile of TOKENS rows; the end is 0 beyond the last."""
-    EXPERTS: gl.constexpr = E_POW2 if E_POW2 > 32 else 32
-    experts = gl.arange(0, EXPERTS, gl.BlockedLayout([EXPERTS // 32], [32], [gl.num_warps()], [0]))
-    has_begin = experts < E
-    if not AFTER:
-        has_begin = has_begin & (experts > 0)
-    begin = gl.load(offsets + experts - 1, mask=has_begin, other=0)
-    end = gl.load(offsets + experts, mask=experts < E, other=0)
-    counts = (end - begin + TOKENS - 1) // TOKENS
-    until = gl.associative_scan(counts, 0, _add)
+    """(expert, first row, end row of the expert) of a tile of TOKENS rows; the end is 0 beyond the last.
+
+    A program has one tile and would wait for loads by the expert's number, so it takes sums where `locate_tile` loads.
+    """
+    experts, begin, end, counts, until = expert_tiles(offsets, E, E_POW2, TOKENS, AFTER)
     mine = (until > tile) & (until - counts <= tile)
     expert = gl.sum(gl.where(mine, experts, 0), 0)
     row = gl.sum(gl.where(mine, begin + (tile - until + counts) * TOKENS, 0), 0)

@@ -50,10 +50,11 @@ def _add(a, b):
 
 
 @gluon.jit
-def count_tiles(offsets, E, E_POW2: gl.constexpr, BLOCK: gl.constexpr, AFTER: gl.constexpr):
-    """(row tiles of each expert, the same with those of the experts before it), each warp for itself.
+def expert_tiles(offsets, E, E_POW2: gl.constexpr, BLOCK: gl.constexpr, AFTER: gl.constexpr):
+    """Of each expert its number, first row, end row, row tiles, and these with those of the experts before it.
 
-    Only tiles that have rows count: a tile without would leave its program idle while others still work.
+    Each warp has all of it. Only tiles that have rows count: a tile without would leave its program idle while others
+    still work.
     """
     EXPERTS: gl.constexpr = E_POW2 if E_POW2 > 32 else 32
     experts = gl.arange(0, EXPERTS, gl.BlockedLayout([EXPERTS // 32], [32], [gl.num_warps()], [0]))
@@ -63,7 +64,14 @@ def count_tiles(offsets, E, E_POW2: gl.constexpr, BLOCK: gl.constexpr, AFTER: gl
     begin = gl.load(offsets + experts - 1, mask=has_begin, other=0)
     end = gl.load(offsets + experts, mask=experts < E, other=0)
     counts = (end - begin + BLOCK - 1) // BLOCK
-    return counts, gl.associative_scan(counts, 0, _add)
+    return experts, begin, end, counts, gl.associative_scan(counts, 0, _add)
+
+
+@gluon.jit
+def count_tiles(offsets, E, E_POW2: gl.constexpr, BLOCK: gl.constexpr, AFTER: gl.constexpr):
+    """(row tiles of each expert, the same with those of the experts before it): what `locate_tile` asks."""
+    _experts, _begin, _end, counts, until = expert_tiles(offsets, E, E_POW2, BLOCK, AFTER)
+    return counts, until
 
 
 @gluon.jit
