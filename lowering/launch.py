@@ -11,6 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_nvfp4.ops import observe
 
+from . import configs
+
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 COLUMN_PAD = 128
 """Rows of `split_columns` layout are padded to a multiple of this, so that a tile never straddles the two halves."""
@@ -101,6 +103,9 @@ def _run(kernel: Any, grid: tuple[int, ...], device: int, args: tuple[Any, ...],
         compiled, constants = known
         compiled[(*grid, 1, 1)](*args, *constants)
         return
+    if "PDL" in kernel.arg_names:
+        dependent = configs.family(device) >= 9
+        options = options | ({"PDL": True, "launch_pdl": True} if dependent else {"PDL": False})
     compiled = kernel[grid](*args, **options)
     if isinstance(kernel, JITFunction):
         _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])

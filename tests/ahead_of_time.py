@@ -1,5 +1,6 @@
 """Building CUDA kernels without a GPU: the targets they ship for, and a kernel compiled for one of them."""
 
+import re
 import subprocess
 from typing import Any
 
@@ -36,7 +37,7 @@ def build(
 ) -> Any:  # fmt: skip
     """The kernel compiled for sm_`arch` as a launch with 16-byte aligned tensors and sizes would compile it."""
     names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
+    constants = {name: value for name, value in _with_pdl(constants, arch).items() if name in names}
     activation = POINTER_TO[constants.get("DTYPE", tl.bfloat16)]
     known = dict.fromkeys(ACTIVATIONS, activation) | POINTERS | types
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
@@ -49,12 +50,13 @@ def build(
     )
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=warps) | options)
     check(built, arch, float8)
+    assert "PDL" not in names or follows(built.asm["ptx"]) == (arch >= 90)
     return built
 
 
 def build_gluon(kernel: Any, constants: dict[str, Any], types: dict[str, str], **options: Any) -> Any:
     """A Gluon kernel compiled for Hopper as a launch with 16-byte aligned tensors and sizes would compile it."""
-    names = kernel.arg_names
+    names, constants = kernel.arg_names, _with_pdl(constants, 90)
     known = POINTERS | types
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
     aligned = [name for name, kind in signature.items() if kind.startswith("*") or kind == "i32"]
@@ -62,7 +64,24 @@ def build_gluon(kernel: Any, constants: dict[str, Any], types: dict[str, str], *
         kernel, signature, {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )  # fmt: skip
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert follows(built.asm["ptx"])
+    return built
+
+
+def _with_pdl(constants: dict[str, Any], arch: int) -> dict[str, Any]:
+    """As `launch.py` sets it."""
+    return {"PDL": arch >= 90} | constants
+
+
+def follows(ptx: str) -> bool:
+    """Whether a kernel waits for those before it, ahead of all that touches memory."""
+    memory = re.search(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*?global|cp\.async|prefetch|ldu\.", ptx)
+    before = ptx[: memory.start()] if memory else ptx
+    waits = re.findall(r"griddepcontrol\.(\w+)", ptx)
+    assert waits in ([], ["wait"], ["wait", "launch_dependents"]), waits
+    assert len(re.findall(r"griddepcontrol", before)) == len(waits), "memory is touched before the kernels ahead end"
+    return bool(waits)
 
 
 def assembler_says(ptx: str) -> str:

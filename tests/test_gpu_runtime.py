@@ -1,10 +1,14 @@
 """How the CUDA path lives with the runtime: graphs, streams, the allocator, and what it keeps in memory."""
 
+from typing import Any
+
 import pytest
 import torch
 from cuda_layers import on_cuda, random_grad, run
 from strategies import Layer, make_layer
 from torch import Tensor
+
+from torch_nvfp4.lowering import launch
 
 pytestmark = pytest.mark.gpu
 SIZES = dict(t=96, k=2, e=6, h=128, i=64, dtype=torch.bfloat16, ranks=(4, 8))
@@ -52,6 +56,26 @@ def test_side_streams_do_not_disturb_each_other(layer: Layer) -> None:
     for mine, theirs in zip(got, wanted, strict=True):
         for name, tensor in theirs.items():
             assert torch.equal(mine[name], tensor), name
+
+
+@pytest.mark.parametrize("t", [1, 8, 300])
+def test_launches_wait_for_what_they_read(t: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper a kernel comes while the one before it ends; queued closely, steps give what single launches do."""
+    layer = on_cuda(make_layer(**SIZES | dict(t=t, e=16, h=1024, i=512)))
+    grad, plain = random_grad(layer), launch._run
+
+    def alone(*args: Any) -> None:
+        torch.cuda.synchronize()
+        plain(*args)
+        torch.cuda.synchronize()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "_run", alone)
+        wanted = run(layer, grad)
+    torch.cuda.synchronize()
+    for got in [run(layer, grad) for _ in range(20)]:
+        for name, tensor in wanted.items():
+            assert torch.equal(got[name], tensor), name
 
 
 def test_saved_and_peak_memory_stay_small() -> None:

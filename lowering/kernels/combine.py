@@ -3,13 +3,16 @@
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
+
 
 @triton.jit
 def combine(
     rows, rows_stride, inverse, out, width, tokens, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One token, one piece of its columns. A slot that is not routed (inverse -1) is not read at all."""
+    wait_for_previous(PDL)
     program = tl.program_id(0).to(tl.int64)
     token = program // SPLITS
     columns = program % SPLITS * COLUMNS + tl.arange(0, COLUMNS)

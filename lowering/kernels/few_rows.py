@@ -10,6 +10,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from .dependent import release_next, wait_for_previous
 from .hopper_decode import decode, decode_scales
 from .hopper_feed import expert_tiles
 
@@ -191,8 +192,11 @@ def few_rows_product(
     E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
     X_WIDTH: gl.constexpr, OUTPUTS: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr,
     WEIGHTED_BIAS: gl.constexpr, UNIT: gl.constexpr, DTYPE: gl.constexpr, AFTER: gl.constexpr,
+    PDL: gl.constexpr = False,
 ):  # fmt: skip
     """y `[M, N]` from rows x `[M, X_WIDTH]`; a program for each tile of TOKENS rows and OUTPUTS columns."""
+    wait_for_previous(PDL)
+    release_next(PDL)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     expert, row, end = _locate(gl.program_id(0) // tiles_m, offsets, E, E_POW2, AFTER)
     if row < end:

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .dependent import wait_for_previous
 from .hopper_decode import decode, decode_two
 from .hopper_feed import K_STEP, M_TILE, count_tiles, fill_scales, halves, locate_tile, produce
 from .hopper_layouts import (
@@ -282,7 +283,7 @@ def grouped_product(
     E, E_POW2: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
     TOKENS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     TRANSPOSED: gl.constexpr, WEIGHTED_BIAS: gl.constexpr, RAGGED: gl.constexpr, UNIT: gl.constexpr,
-    DTYPE: gl.constexpr, AFTER: gl.constexpr, HALF_TILES: gl.constexpr,
+    DTYPE: gl.constexpr, AFTER: gl.constexpr, HALF_TILES: gl.constexpr, PDL: gl.constexpr = False,
 ):  # fmt: skip
     """x: a descriptor of `[TOKENS, DEPTH]` boxes; codes: of the codes as int16, see `code_boxes`."""
     SLOTS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -295,6 +296,7 @@ def grouped_product(
         mbarrier.init(full.index(stage), count=2)  # x and codes; scales
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
+    wait_for_previous(PDL)
     gl.warp_specialize(
         [
             (_consume, (

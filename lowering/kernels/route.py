@@ -7,6 +7,8 @@ long chain of steps: chunks count their slots, every expert adds its counts up o
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
+
 
 @triton.jit
 def _expert_of(ids, slots, M, E):
@@ -17,8 +19,9 @@ def _expert_of(ids, slots, M, E):
 
 
 @triton.jit(do_not_specialize=["M"])
-def route_at_once(ids, rows, inverse, offsets, M, E, SLOTS: tl.constexpr):
+def route_at_once(ids, rows, inverse, offsets, M, E, SLOTS: tl.constexpr, PDL: tl.constexpr = False):
     """rows, inverse and offsets; program e sees to the slots of expert e, program E to those that are not routed."""
+    wait_for_previous(PDL)
     me = tl.program_id(0)
     slots = tl.arange(0, SLOTS)
     expert = _expert_of(ids, slots, M, E)
@@ -31,11 +34,14 @@ def route_at_once(ids, rows, inverse, offsets, M, E, SLOTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "blocks_per_chunk"])
-def route_count(ids, counts, M, blocks_per_chunk, E, BINS: tl.constexpr, BLOCK: tl.constexpr):
+def route_count(
+    ids, counts, M, blocks_per_chunk, E, BINS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False
+):
     """counts[chunk, expert]: how many slots of this program's chunk each expert has; bin E: those not routed.
 
     Bin E also has what lies after the last slot, in the last chunk: nothing asks for that count.
     """
+    wait_for_previous(PDL)
     chunk = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BINS,), tl.int32)
     for block in range(0, blocks_per_chunk):
@@ -46,8 +52,9 @@ def route_count(ids, counts, M, blocks_per_chunk, E, BINS: tl.constexpr, BLOCK: 
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def route_scan(counts, chunks, BINS: tl.constexpr, CHUNKS: tl.constexpr):
+def route_scan(counts, chunks, BINS: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr = False):
     """counts[chunk, expert], in place: how many slots the expert has up to and with the chunk; one expert a program."""
+    wait_for_previous(PDL)
     chunk = tl.arange(0, CHUNKS)
     column = counts + tl.program_id(0) + chunk * BINS
     total = tl.cumsum(tl.load(column, mask=chunk < chunks, other=0), 0)
@@ -56,12 +63,14 @@ def route_scan(counts, chunks, BINS: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "blocks_per_chunk", "chunks"])
 def route_place(
-    ids, counts, rows, inverse, offsets, M, blocks_per_chunk, chunks, E, BINS: tl.constexpr, BLOCK: tl.constexpr
-):
+    ids, counts, rows, inverse, offsets, M, blocks_per_chunk, chunks, E, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
+):  # fmt: skip
     """rows, inverse and (program 0) offsets, from the counts that are added up.
 
     A slot's row: how many slots lower experts have, its own expert in earlier chunks, and its own before it here.
     """
+    wait_for_previous(PDL)
     chunk = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, BINS)
     total = tl.load(counts + (chunks - 1) * BINS + bins, mask=bins <= E, other=0)

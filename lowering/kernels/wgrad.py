@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
 from .tiles import token_rows
 
 
@@ -11,12 +12,13 @@ def wgrad(
     narrow, narrow_stride, narrow_slots, wide, wide_stride, wide_slots, offsets, out, narrow_width, wide_width,
     out_split_stride, out_expert_stride, out_narrow_stride, out_wide_stride, top_k,
     NARROW: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One tile `[NARROW, WIDE]` of one expert over its share of the expert's rows; no rows give exactly 0.
 
     Into how many shares the rows are split is no constant: it changes with M, and a kernel need not.
     """
+    wait_for_previous(PDL)
     wide_tiles = tl.cdiv(wide_width, WIDE)
     tile = tl.program_id(0)
     wide_columns = tile % wide_tiles * WIDE + tl.arange(0, WIDE)
