@@ -158,16 +158,12 @@ BLOCK_SCALED_CONFIGS = (
 
 @dataclass(frozen=True)
 class GluBackwardConfig:
-    """ROWS rows × COLUMNS columns a step, `span` columns a program, for `least_rows` an expert and up.
-
-    A program has up to `ranks` of v; others have the rest, and compute the activation again for it.
-    """
+    """ROWS rows × COLUMNS columns a step, `span` columns a program, for `least_rows` an expert and up."""
 
     rows: int
     least_rows: int
     columns: int
     span: int
-    ranks: int
     stages: int
     warps: int
 
@@ -182,13 +178,16 @@ class GluBackwardConfig:
 
 
 # Few rows fill the card only if their columns are spread over many programs; for many rows long spans write and sum
-# less v. More ranks than these take more than a consumer card's shared memory, which the fp32 factor passes through.
+# less v.
 GLU_BACKWARD_CONFIGS = (
-    GluBackwardConfig(32, 64, 64, 1024, 64, 3, 4),
-    GluBackwardConfig(16, 4, 64, 768, 64, 3, 4),
-    GluBackwardConfig(16, 0, 128, 256, 64, 2, 4),
+    GluBackwardConfig(32, 64, 64, 1024, 3, 4),
+    GluBackwardConfig(16, 4, 64, 768, 3, 4),
+    GluBackwardConfig(16, 0, 128, 256, 2, 4),
 )
-GLU_BACKWARD_FP32 = GluBackwardConfig(16, 0, 32, 256, 64, 1, 4)
+GLU_BACKWARD_FP32 = GluBackwardConfig(16, 0, 32, 256, 1, 4)
+GLU_BACKWARD_LARGE_RANK = GluBackwardConfig(8, 64, 256, 1 << 20, 1, 4)
+GLU_BACKWARD_RANKS = 16
+"""Up to this rank v comes out of the same pass; of more, a tile reads more of the factor than of its rows."""
 SUM_ROWS, SUM_COLUMNS = 16, 256
 DENSE_CONFIG = DenseConfig(128, 256, 64, 4, 8)
 DECODE_TILE = (16, 128, 4)
@@ -284,11 +283,12 @@ def shrinks_rows(m: int, e: int, by_rank: bool) -> bool:
     return m <= e * (FEW_ROWS if by_rank else 1)
 
 
-def glu_backward_config(rows: int, dtype: torch.dtype) -> GluBackwardConfig:
+def glu_backward_config(rows: int, dtype: torch.dtype, r: int) -> GluBackwardConfig:
     """Every one fits every card."""
     if dtype == torch.float32:
         return GLU_BACKWARD_FP32
-    return next(c for c in GLU_BACKWARD_CONFIGS if c.least_rows <= rows)
+    tables = (GLU_BACKWARD_LARGE_RANK, *GLU_BACKWARD_CONFIGS) if r > GLU_BACKWARD_RANKS else GLU_BACKWARD_CONFIGS
+    return next(c for c in tables if c.least_rows <= rows)
 
 
 def block_scaled_config(rows: int) -> BlockScaledConfig:

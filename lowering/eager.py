@@ -80,7 +80,8 @@ def glu_grouped_lora_linear(
     *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None, compute: str = "w4a16",
     merge_aware: bool = False, input_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `ops.cpu`. Three launches: activation × router weight, shrink to u, the product.
+    """See `ops.cpu`. Three launches: activation × router weight, shrink to u, the product; of few rows the first two
+    are one.
 
     merge_aware: as for `grouped_lora_linear`. w4a4: the first launch writes the activation in 4 bits, and unquantised
     for the shrink where there is LoRA.
@@ -100,20 +101,34 @@ def glu_grouped_lora_linear(
             pre, slot_weights, rows, offsets, width, h_width, multiply.ORDER.get(path), activation, limit,
             input_scale, need_h=lora_a is not None,
         )  # fmt: skip
-        h_order = shrink.PLAIN.value
+        if h is not None:
+            _shrink(h, None, offsets, lora_a, u, None, scaling, 1, by_rank=True)
     else:
-        h, h_order = pre.new_empty(m, h_width), multiply.ORDER[path]
-        operand = Rows(h)
-        column_tiles = cdiv(h_width, configs.GLU_COLUMNS)
-        launch(
-            glu.glu_forward, (cdiv(m, configs.GLU_ROWS) * column_tiles,), pre.device,
-            pre, pre.stride(0), slot_weights, rows, offsets, h, e, WIDTH=width, H_WIDTH=h_width,
-            ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, ORDER=h_order, ACTIVATION=activation, LIMIT=limit,
-            DTYPE=TRITON_DTYPE[pre.dtype], num_warps=4,
+        operand = Rows(pre.new_empty(m, h_width))
+        _activate(
+            pre, slot_weights, rows, offsets, lora_a, u, operand.values, width, scaling, activation, limit,
+            multiply.ORDER[path],
         )  # fmt: skip
-    if h is not None:
-        _shrink(h, None, offsets, lora_a, u, None, scaling, 1, by_rank=True, x_order=h_order)
     return multiply.linear(operand, offsets, weight, lora_b, u, bias, rows, slot_weights, path, merging), u
+
+
+def _activate(
+    pre: Tensor, slot_weights: Tensor, rows: Tensor, offsets: Tensor, factor: Tensor | None, u: Tensor, h: Tensor,
+    width: int, scaling: float, activation: str, limit: float | None, order: int,
+) -> None:  # fmt: skip
+    """h = act(pre) · router weight in a column order, zero-padded, and u = scaling · h f."""
+    m, e = u.shape[0], offsets.shape[0]
+    if u.shape[1] and configs.shrinks_rows(m, e, by_rank=True):
+        sizes = _shrink_sizes(e, width, pre.dtype, factor, h, by_rank=True, order=order)
+        _shrink_row(pre, rows, offsets, factor, u, h, scaling, 1, sizes, slot_weights, activation, limit)
+        return
+    launch(
+        glu.glu_forward, (cdiv(m, configs.GLU_ROWS) * cdiv(h.shape[1], configs.GLU_COLUMNS),), pre.device,
+        pre, pre.stride(0), slot_weights, rows, offsets, h, e, WIDTH=width, H_WIDTH=h.shape[1],
+        ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, ORDER=order, ACTIVATION=activation, LIMIT=limit,
+        DTYPE=TRITON_DTYPE[pre.dtype], num_warps=4,
+    )  # fmt: skip
+    _shrink(h, None, offsets, factor, u, None, scaling, 1, by_rank=True, x_order=order)
 
 
 def grouped_lora_dgrad(
@@ -177,7 +192,9 @@ def glu_backward(
     *, scaling: float = 1.0, activation: str = "silu", limit: float | None = None,
     need_gpre: bool = True, need_h: bool = True, need_gw: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `ops.cpu`. One launch, and one that sums the chunks of what has a value a row: gw and v."""
+    """See `ops.cpu`. One launch where a program has a row's columns and there is no bias; else another sums gw and v
+    over the chunks of columns. Large ranks take a shrink for v.
+    """
     check_dtype("glu_backward", pre.dtype)
     rows, offsets, device = rows.contiguous(), offsets.contiguous(), pre.device
     pre, m, e, top_k = with_unit_stride(pre), pre.shape[0], offsets.shape[0], topk_weights.shape[1]
@@ -187,30 +204,33 @@ def glu_backward(
     h = pre.new_empty(m if need_h else 0, width)
     gw = topk_weights.new_empty(topk_weights.shape if need_gw else (0, top_k))
     v = pre.new_empty(m, r)
-    config = configs.glu_backward_config(configs.rows_per_expert(m, e), pre.dtype)
-    chunks, ranks = config.chunks(width), min(padded_rank(r), config.ranks)
-    gw_chunks = pre.new_empty(chunks, m, dtype=torch.float32) if need_gw else None
-    v_chunks = pre.new_empty(chunks, m, r, dtype=torch.float32) if r else None
-    rank_tiles, sizes = cdiv(r, ranks) if r else 1, dict(E=e, E_POW2=power_of_two(e, 16))
+    with_v, use_bias = 0 < r <= configs.GLU_BACKWARD_RANKS, bias is not None and gy is not None and need_gw
+    config = configs.glu_backward_config(configs.rows_per_expert(m, e), pre.dtype, r)
+    chunks = config.chunks(width)
+    sum_gw, sum_v = need_gw and (chunks > 1 or use_bias), with_v and chunks > 1
+    gw_chunks = pre.new_empty(chunks, m, dtype=torch.float32) if sum_gw else None
+    v_chunks = pre.new_empty(chunks, m, r, dtype=torch.float32) if sum_v else v if with_v else None
+    sizes = dict(E=e, E_POW2=power_of_two(e, 16), R=padded_rank(r))
     launch(
-        glu_backward_kernels.glu_backward, (row_tiles(m, e, config.rows) * chunks, rank_tiles), device,
+        glu_backward_kernels.glu_backward, (row_tiles(m, e, config.rows) * chunks,), device,
         pre, pre.stride(0), topk_weights.reshape(-1).contiguous(), contiguous(gh), rows, offsets,
-        contiguous(lora_b) if r else None, gpre if need_gpre else None, h if need_h else None, gw_chunks, v_chunks,
-        m, r, **sizes, WIDTH=width, R=ranks, **config.constants(width, halves), ACTIVATION=activation, LIMIT=limit,
+        contiguous(lora_b) if with_v else None, gpre if need_gpre else None, h if need_h else None,
+        gw if need_gw and not sum_gw else None, gw_chunks, v_chunks, m, r, scaling,
+        **sizes, WIDTH=width, **config.constants(width, halves), ACTIVATION=activation, LIMIT=limit,
         PRECISION=precision(pre.dtype), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    if gw_chunks is None and v_chunks is None:
-        return gpre, h, gw, v
-    use_bias = bias is not None and gy is not None and need_gw
-    gy = with_unit_stride(gy) if gy is not None and use_bias else None
-    launch(
-        glu_backward_kernels.sum_chunks, (row_tiles(m, e, configs.SUM_ROWS), rank_tiles), device,
-        gw_chunks, v_chunks, rows, offsets, gy, 0 if gy is None else gy.stride(0),
-        contiguous(gy_rows) if use_bias else None, contiguous(bias) if use_bias else None,
-        gw if need_gw else None, v if r else None, m, top_k, r, scaling,
-        **sizes, N=bias.shape[1] if bias is not None and use_bias else 0, CHUNKS=chunks, R=ranks,
-        ROWS=configs.SUM_ROWS, COLUMNS=configs.SUM_COLUMNS, num_warps=4,
-    )  # fmt: skip
+    if r and not with_v:
+        _shrink(gpre, None, offsets, lora_b, v, None, scaling, 1, by_rank=False)
+    if sum_gw or sum_v:
+        gy = with_unit_stride(gy) if gy is not None and use_bias else None
+        launch(
+            glu_backward_kernels.sum_chunks, (row_tiles(m, e, configs.SUM_ROWS),), device,
+            gw_chunks, v_chunks if sum_v else None, rows, offsets, gy, 0 if gy is None else gy.stride(0),
+            contiguous(gy_rows) if use_bias else None, contiguous(bias) if use_bias else None,
+            gw if sum_gw else None, v if sum_v else None, m, top_k, r,
+            **sizes, N=bias.shape[1] if bias is not None and use_bias else 0, CHUNKS=chunks,
+            ROWS=configs.SUM_ROWS, COLUMNS=configs.SUM_COLUMNS, num_warps=4,
+        )  # fmt: skip
     return gpre, h, gw, v
 
 
@@ -224,20 +244,10 @@ def _shrink(
         return
     x = with_unit_stride(x)
     e, r = offsets.shape[0], u.shape[1]
-    factor_width = 0 if factor is None else factor.shape[2 if by_rank else 1]
     values, row_scale = (None, None) if out is None else out[:2]
-    sizes: dict[str, Any] = dict(
-        E=e, E_POW2=power_of_two(e, 16), WIDTH=x.shape[1], FACTOR_WIDTH=factor_width,
-        OUT_WIDTH=0 if values is None else values.shape[1], BY_RANK=by_rank, X_ORDER=x_order, ORDER=order,
-        DTYPE=TRITON_DTYPE[x.dtype],
-    )  # fmt: skip
+    sizes = _shrink_sizes(e, x.shape[1], x.dtype, factor, values, by_rank=by_rank, order=order, x_order=x_order)
     if r and moved is None and configs.shrinks_rows(u.shape[0], e, by_rank):
-        ranks = configs.SHRINK_ROW_RANKS
-        launch(
-            shrink.shrink_row, (u.shape[0], cdiv(r, ranks)), x.device,
-            x, x.stride(0), rows, offsets, contiguous(factor), u, values, scaling, r, top_k, R=ranks,
-            COLUMNS=min(configs.SHRINK_ROW_COLUMNS, power_of_two(x.shape[1], 32)), **sizes, num_warps=4,
-        )  # fmt: skip
+        _shrink_row(x, rows, offsets, factor, u, values, scaling, top_k, sizes)
         return
     ranks = min(padded_rank(r), configs.SHRINK_RANKS)
     moved_rows = (None, None) if moved is None else moved[:2]
@@ -247,6 +257,34 @@ def _shrink(
         x, x.stride(0), rows, offsets, contiguous(factor), u, values, scaling, r, top_k, *moved_rows, row_scale,
         R=ranks, ROWS=configs.SHRINK_ROWS, COLUMNS=configs.SHRINK_COLUMNS, PRECISION=precision(x.dtype), **sizes,
         num_warps=4,
+    )  # fmt: skip
+
+
+def _shrink_row(
+    x: Tensor, rows: Tensor | None, offsets: Tensor, factor: Tensor | None, u: Tensor, values: Tensor | None,
+    scaling: float, top_k: int, sizes: dict[str, Any], slot_weights: Tensor | None = None,
+    activation: str | None = None, limit: float | None = None,
+) -> None:  # fmt: skip
+    """`_shrink` of few rows; with an activation, of those that it makes of x."""
+    ranks, r = configs.SHRINK_ROW_RANKS, u.shape[1]
+    launch(
+        shrink.shrink_row, (u.shape[0], cdiv(r, ranks)), x.device,
+        x, x.stride(0), rows, slot_weights, offsets, contiguous(factor), u, values, scaling, r, top_k, R=ranks,
+        COLUMNS=min(configs.SHRINK_ROW_COLUMNS, power_of_two(sizes["WIDTH"], 32)), ACTIVATION=activation, LIMIT=limit,
+        **sizes, num_warps=4,
+    )  # fmt: skip
+
+
+def _shrink_sizes(
+    e: int, width: int, dtype: torch.dtype, factor: Tensor | None, values: Tensor | None, *, by_rank: bool, order: int,
+    x_order: int = shrink.PLAIN.value,
+) -> dict[str, Any]:  # fmt: skip
+    """What both shrinks are compiled for."""
+    factor_width = 0 if factor is None else factor.shape[2 if by_rank else 1]
+    return dict(
+        E=e, E_POW2=power_of_two(e, 16), WIDTH=width, FACTOR_WIDTH=factor_width,
+        OUT_WIDTH=0 if values is None else values.shape[1], BY_RANK=by_rank, X_ORDER=x_order, ORDER=order,
+        DTYPE=TRITON_DTYPE[dtype],
     )  # fmt: skip
 
 

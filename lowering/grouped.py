@@ -187,51 +187,56 @@ def glu_backward(
     halves = 1 if activation == "relu2" else 2
     width, r = pre_width // halves, 0 if lora_b is None else guard_int(lora_b.get_size()[2])
     tokens, top_k = topk_weights.get_size()
-    config = configs.glu_backward_config(configs.rows_per_expert(hint(m), e), dtype)
-    chunks, ranks = config.chunks(width), min(padded_rank(r), config.ranks)
-    rank_tiles = cdiv(r, ranks) if r else 1
+    with_v, use_bias = 0 < r <= configs.GLU_BACKWARD_RANKS, bias is not None and gy is not None and need_gw
+    config = configs.glu_backward_config(configs.rows_per_expert(hint(m), e), dtype, r)
+    chunks = config.chunks(width)
+    sum_gw, sum_v = need_gw and (chunks > 1 or use_bias), with_v and chunks > 1
+    of_slots, of_ranks = ([m], topk_weights.get_dtype()), ([m, r], dtype)
     of_rows, of_chunks = (
         _Results(device, {
             "gpre": (need_gpre, [m, pre_width], dtype),
             "h": (need_h, [m, width], dtype),
-            "gw_chunks": (need_gw, [chunks, m], torch.float32),
-            "v_chunks": (r > 0, [chunks, m, r], torch.float32),
+            "gw": (need_gw and not sum_gw, *of_slots),
+            "gw_chunks": (sum_gw, [chunks, m], torch.float32),
+            "v_chunks": (with_v, *(([chunks, m, r], torch.float32) if sum_v else of_ranks)),
         }),
-        _Results(device, {
-            "gw": (need_gw, [m], topk_weights.get_dtype()),
-            "v": (r > 0, [m, r], dtype),
-        }),
+        _Results(device, {"gw": (sum_gw, *of_slots), "v": (sum_v, *of_ranks)}),
     )  # fmt: skip
     of_rows.run(
         glu_backward_kernels.glu_backward,
         {
             "pre": pre, "slot_weights": lowerings[aten.reshape](topk_weights, [-1]), "gh": gh, "slots": rows,
-            "offsets": offsets, "lora_b": lora_b if r else None,
+            "offsets": offsets, "lora_b": lora_b if with_v else None,
         },
         dict(
-            pre_stride=pre_width, lora_r=r, WIDTH=width, R=ranks, ACTIVATION=activation, LIMIT=limit,
-            PRECISION=precision(dtype), **config.constants(width, halves), **expert_sizes(e),
+            pre_stride=pre_width, lora_r=r, scaling=float(scaling), WIDTH=width, R=padded_rank(r),
+            ACTIVATION=activation, LIMIT=limit, PRECISION=precision(dtype), **config.constants(width, halves),
+            **expert_sizes(e),
         ),
-        m, Variant({}, Grid(config.rows, e, chunks, y=rank_tiles), config.warps, config.stages),
+        m, Variant({}, Grid(config.rows, e, chunks), config.warps, config.stages),
     )  # fmt: skip
-    use_bias = bias is not None and gy is not None and need_gw
     n = guard_int(bias.get_size()[1]) if use_bias and bias is not None else 0
     of_chunks.run(
         glu_backward_kernels.sum_chunks,
         {
-            **{name: of_rows.made[name] for name in ("gw_chunks", "v_chunks") if name in of_rows.needed},
+            "gw_chunks": of_rows.made["gw_chunks"] if sum_gw else None,
+            "v_chunks": of_rows.made["v_chunks"] if sum_v else None,
             "slots": rows, "offsets": offsets, "gy": gy if use_bias else None,
             "gy_slots": gy_rows if use_bias else None, "bias": bias if use_bias else None,
         },
         dict(
-            gy_stride=n, top_k=guard_int(top_k), lora_r=r, scaling=float(scaling), N=n, CHUNKS=chunks, R=ranks,
+            gy_stride=n, top_k=guard_int(top_k), lora_r=r, N=n, CHUNKS=chunks, R=padded_rank(r),
             ROWS=configs.SUM_ROWS, COLUMNS=configs.SUM_COLUMNS, **expert_sizes(e),
         ),
-        m, Variant({}, Grid(configs.SUM_ROWS, e, y=rank_tiles)),
+        m, Variant({}, Grid(configs.SUM_ROWS, e)),
     )  # fmt: skip
-    gw = lowerings[aten.reshape](of_chunks.made["gw"], [tokens if need_gw else 0, top_k])
-    v = of_chunks.made["v"] if r else empty([m, 0], dtype, device)
-    return of_rows.made["gpre"], of_rows.made["h"], gw, v
+    gpre, of_gw = of_rows.made["gpre"], of_chunks if sum_gw else of_rows
+    gw = lowerings[aten.reshape](of_gw.made["gw"], [tokens if need_gw else 0, top_k])
+    if with_v or not r:
+        v = of_chunks.made["v"] if sum_v else of_rows.made["v_chunks"] if r else empty([m, 0], dtype, device)
+    else:
+        _, v = _gather_and_shrink(Routed(gpre, None, offsets, e), lora_b, scaling, None, by_rank=False)
+    return gpre, of_rows.made["h"], gw, v
 
 
 class _Results:

@@ -196,7 +196,7 @@ def check_glu_backward(
     dtype: torch.dtype, t: int, i: int, r: int, *, k: int = 2, e: int = 3, activation: str = "silu",
     limit: float | None = None, pattern: str = "minus_one", bias: bool = True, **needs: bool,
 ) -> None:  # fmt: skip
-    """In tiles so small that columns come in chunks of several steps, and ranks in several pieces.
+    """In tiles so small that columns come in chunks of several steps, where there are more than 32.
 
     Memory from the allocator holds NaN, and so do the rows of no expert: neither is read, nor those rows written.
     """
@@ -207,18 +207,20 @@ def check_glu_backward(
     down_bias, lora_b = (torch.randn(e, 24) if bias else None), (torch.randn(e, halves * i, r) if r else None)
     args = (pre, layer.topk_weights, gh, rows, offsets, torch.randn(t, 24).to(dtype), rows, down_bias, lora_b)
     options = dict(scaling=0.5, activation=activation, limit=limit, **needs)
-    plain, tables = Tensor.new_empty, (configs.GLU_BACKWARD_CONFIGS, configs.GLU_BACKWARD_FP32)
+    names = ("GLU_BACKWARD_CONFIGS", "GLU_BACKWARD_FP32", "GLU_BACKWARD_LARGE_RANK")
+    plain, tables = Tensor.new_empty, {name: getattr(configs, name) for name in names}
 
     def poisoned(self: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
         memory = plain(self, *sizes, **kwargs)
         return memory.fill_(torch.nan) if memory.is_floating_point() else memory
 
-    small = replace(configs.GLU_BACKWARD_FP32, rows=16, columns=16, span=32, ranks=16)
-    configs.GLU_BACKWARD_CONFIGS, configs.GLU_BACKWARD_FP32 = (small,), small
+    small = replace(configs.GLU_BACKWARD_FP32, rows=16, columns=16, span=32)
+    configs.GLU_BACKWARD_CONFIGS, configs.GLU_BACKWARD_FP32, configs.GLU_BACKWARD_LARGE_RANK = (small,), small, small
     Tensor.new_empty = poisoned  # type: ignore[assignment]
     got = eager.glu_backward(*args, **options)
     Tensor.new_empty = plain  # type: ignore[method-assign]
-    configs.GLU_BACKWARD_CONFIGS, configs.GLU_BACKWARD_FP32 = tables
+    for name, table in tables.items():
+        setattr(configs, name, table)
     for name, g, w in zip(("gpre", "h", "gw", "v"), got, cpu.glu_backward(*args, **options), strict=True):
         if name != "gw" and len(g):
             assert g[int(offsets[-1]) :].isnan().all(), name
@@ -234,7 +236,11 @@ def _poisoned(tensor: Tensor, offsets: Tensor) -> Tensor:
 
 GLU_BACKWARDS: dict[str, dict[str, Any]] = {
     "odd rank, a last chunk in part": dict(dtype=BF16, t=9, i=80, r=3),
-    "ranks in pieces": dict(dtype=BF16, t=20, i=50, r=70, bias=False),
+    "a rank that takes a shrink of its own": dict(dtype=BF16, t=20, i=50, r=70, bias=False),
+    "one chunk of columns": dict(dtype=BF16, t=9, i=30, r=4, bias=False),
+    "one chunk of columns, with a bias": dict(dtype=F16, t=9, i=30, r=4),
+    "one chunk of columns, gw alone": dict(dtype=F32, t=5, i=30, r=0, bias=False, need_h=False, need_gpre=False),
+    "one chunk of columns, nothing routed": dict(dtype=BF16, t=5, i=30, r=4, bias=False, pattern="none"),
     "fp32": dict(dtype=F32, t=9, i=40, r=17),
     "relu2, rank 1": dict(dtype=F16, t=20, i=100, r=1, activation="relu2"),
     "swiglu_oai": dict(dtype=BF16, t=7, i=100, r=4, activation="swiglu_oai", limit=0.5),
@@ -256,6 +262,9 @@ LAYERS: dict[str, dict[str, Any]] = {
     "fp16 relu2 one expert, rank 17": dict(dtype=F16, activation="relu2", pattern="one_expert", ranks=(17, 1), t=40),
     "gelu_tanh without LoRA, one scale": dict(dtype=F16, activation="gelu_tanh", ranks=(None, None), halves=1),
     "gelu, nothing routed": dict(dtype=F32, activation="gelu", pattern="none"),
+    "few rows, swiglu_oai, ranks 5 and 3": dict(
+        dtype=BF16, t=3, e=7, activation="swiglu_oai", limit=0.5, bias=True, pattern="minus_one", ranks=(5, 3)
+    ),
     "values far apart, MXFP4": dict(
         dtype=F16, fmt="mxfp4", t=2, k=1, e=1, i=32, stride_of=lambda tensor: strided(tensor, "sliced")
     ),

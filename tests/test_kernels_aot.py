@@ -223,7 +223,10 @@ ROW_KERNELS = {
         ORDER=1)),
     "shrink of a row": (shrink.shrink_row, dict(
         WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_ROW_RANKS, COLUMNS=configs.SHRINK_ROW_COLUMNS,
-        BY_RANK=True, X_ORDER=0, ORDER=2)),
+        BY_RANK=True, X_ORDER=0, ORDER=2, ACTIVATION=None, LIMIT=None)),
+    "activation and shrink of a row": (shrink.shrink_row, dict(
+        WIDTH=768, FACTOR_WIDTH=768, OUT_WIDTH=768, R=configs.SHRINK_ROW_RANKS, COLUMNS=1024, BY_RANK=True, X_ORDER=0,
+        ORDER=2, ACTIVATION="silu", LIMIT=None)),
     "gather of 4-bit rows": (shrink.shrink, dict(
         WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_RANKS, ROWS=configs.SHRINK_ROWS,
         COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=True, X_ORDER=0, ORDER=0)),
@@ -264,7 +267,7 @@ def built_glu_backward(
 ) -> Any:
     halves = 1 if activation == "relu2" else 2
     constants = SIZES | dict(
-        WIDTH=2880, R=min(rank, config.ranks), ACTIVATION=activation, LIMIT=None, PRECISION=precision(dtype),
+        WIDTH=2880, R=rank, gw=None, ACTIVATION=activation, LIMIT=None, PRECISION=precision(dtype),
         **config.constants(2880, halves),
     ) | ({} if rank else dict(lora_b=None, v_chunks=None))  # fmt: skip
     types = dict.fromkeys(("pre", "gh", "gpre", "h"), POINTER_TO[TRITON_DTYPE[dtype]])
@@ -273,7 +276,7 @@ def built_glu_backward(
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
-@pytest.mark.parametrize("rank", [16, 64, 128])
+@pytest.mark.parametrize("rank", [configs.GLU_BACKWARD_RANKS])
 @pytest.mark.parametrize("config", configs.GLU_BACKWARD_CONFIGS, ids=str)
 def test_glu_backward_compiles_and_computes_its_activation_once(
     config: configs.GluBackwardConfig, rank: int, arch: int
@@ -284,14 +287,28 @@ def test_glu_backward_compiles_and_computes_its_activation_once(
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
-@pytest.mark.parametrize("rank", [0, 64])
+@pytest.mark.parametrize("rank", [0, configs.GLU_BACKWARD_RANKS])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 def test_other_glu_backwards_compile_and_fit(activation: str, dtype: torch.dtype, rank: int, arch: int) -> None:
     for rows_each in (1, 16, 1024) if dtype == torch.float16 else (1,):
-        built = built_glu_backward(configs.glu_backward_config(rows_each, dtype), arch, dtype, rank, activation)
+        config = configs.glu_backward_config(rows_each, dtype, rank)
+        built = built_glu_backward(config, arch, dtype, rank, activation)
         assert ("mma.sync" in built.asm["ptx"]) == (dtype == torch.float16 and rank > 0)
         assert len(re.findall(r"= math\.exp", built.asm["ttgir"])) == (activation == "silu")
+
+
+@pytest.mark.parametrize("rows_each", [2, 30, 120])
+def test_router_weights_gradients_are_summed_alike_with_v_and_without(rows_each: int) -> None:
+    """So that a merge-aware layer, which has adapters, has the bits of the layer of the merged weights."""
+    layouts = []
+    for rank in (0, configs.GLU_BACKWARD_RANKS):
+        config = configs.glu_backward_config(rows_each, torch.bfloat16, rank)
+        ttgir = built_glu_backward(config, 90, torch.bfloat16, rank).asm["ttgir"]
+        reduced = re.search(r'"tt\.reduce".*?\}\) : \(tensor<(\w+), (#\w+)>\)', ttgir, re.DOTALL)
+        assert reduced is not None
+        layouts.append((reduced[1], re.search(rf"^{reduced[2]} = (.*)$", ttgir, re.MULTILINE)[1]))  # type: ignore[index]
+    assert layouts[0] == layouts[1]
 
 
 ROWS = dict(

@@ -59,7 +59,6 @@ rows: add div mul pow sum
 template: shrink
 hopper grouped_product: gx
 template: glu_backward
-template: sum_chunks
 template: wgrad
 template: wgrad
 hopper grouped_product: gx

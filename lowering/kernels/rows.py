@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+from .activation import activation_tile
 from .decode import block_scale, decode_pair
-from .glu import activation_tile
 from .quantize import amax_scale, encode, magnitude_bits
 from .shrink import store_rows
 

@@ -8,6 +8,8 @@ permuted, such that column 8t + 4b + 2j + h comes to place 16j + 8h + 2t + b (t 
 import triton
 import triton.language as tl
 
+from .activation import activation_tile
+from .dependent import release_next, wait_for_previous
 from .tiles import in_turns, locate_tile, token_rows
 
 PLAIN = tl.constexpr(0)
@@ -65,7 +67,7 @@ def shrink(
     x, x_stride, slots, offsets, factor, u, out, scaling, lora_r, top_k, moved, moved_scale, row_scale,
     E, E_POW2: tl.constexpr, WIDTH: tl.constexpr, FACTOR_WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
     R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_RANK: tl.constexpr, X_ORDER: tl.constexpr,
-    ORDER: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    ORDER: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """u = scaling · x[slots // top_k] f, and the rows themselves into `out` in column order ORDER, zero-padded.
 
@@ -73,6 +75,7 @@ def shrink(
     Programs along axis 1 take R ranks each; the first of them also moves the rows. moved: rows to move in place of x's,
     OUT_WIDTH wide and in their order already, and a scale of each to `row_scale`.
     """
+    wait_for_previous(PDL)
     tile_number = tl.program_id(0)
     if slots is not None:
         tile_number = in_turns(tile_number, tl.num_programs(0), E)
@@ -114,34 +117,45 @@ def shrink(
 
 @triton.jit
 def shrink_row(
-    x, x_stride, slots, offsets, factor, u, out, scaling, lora_r, top_k,
+    x, x_stride, slots, slot_weights, offsets, factor, u, out, scaling, lora_r, top_k,
     E, E_POW2: tl.constexpr, WIDTH: tl.constexpr, FACTOR_WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
     R: tl.constexpr, COLUMNS: tl.constexpr, BY_RANK: tl.constexpr, X_ORDER: tl.constexpr, ORDER: tl.constexpr,
-    DTYPE: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """`shrink` of one row a program, and R ranks: a sum of its own for each, which all of a processor's cores share."""
+    """`shrink` of one row a program, and R ranks: a sum of its own for each, which all of a processor's cores share.
+
+    With an ACTIVATION the rows are those of `glu_forward`, h = act(x) · router weight, with x where it lies.
+    """
+    wait_for_previous(PDL)
+    release_next(PDL)
     row = tl.program_id(0)
     experts = tl.arange(0, E_POW2)
     ends = tl.load(offsets + experts, mask=experts < E, other=0)
     expert = tl.sum(((ends <= row) & (experts < E)).to(tl.int32), 0)
     if expert < E:
         rows = row + tl.arange(0, 1)
-        inside = rows >= 0
-        source = token_rows(slots, rows, inside, top_k)
+        if ACTIVATION is None:
+            source = token_rows(slots, rows, rows >= 0, top_k)[:, None]
+        else:
+            source = rows.to(tl.int64)[:, None]
+            router = tl.load(slot_weights + tl.load(slots + rows)).to(tl.float32)[:, None]
         r = tl.program_id(1) * R + tl.arange(0, R)
         factor_e = factor + expert.to(tl.int64) * lora_r * FACTOR_WIDTH
         acc = tl.zeros((R,), tl.float32)
         for column in range(0, WIDTH if out is None else OUT_WIDTH, COLUMNS):
             columns = column + tl.arange(0, COLUMNS)
-            tile = tl.load(
-                x + source[:, None] * x_stride + columns[None, :], mask=(columns < WIDTH)[None, :], other=0.0
-            )
+            mask = (columns < WIDTH)[None, :]
+            if ACTIVATION is None:
+                tile = tl.load(x + source * x_stride + columns[None, :], mask=mask, other=0.0)
+            else:
+                act, _, _ = activation_tile(x + source * x_stride, columns, mask, WIDTH, ACTIVATION, LIMIT)
+                tile = (act * router).to(DTYPE)
             f = factor_tile(
                 factor_e, column, r, lora_r, FACTOR_WIDTH, WIDTH, COLUMNS, R, BY_RANK, X_ORDER, DTYPE
             )  # fmt: skip
             acc += tl.sum(f.to(tl.float32) * tl.reshape(tile, (COLUMNS, 1)).to(tl.float32), 0)
             if out is not None:
                 if tl.program_id(1) == 0:
-                    store_rows(out, rows, inside, column, tile, OUT_WIDTH, 1, COLUMNS, ORDER)
+                    store_rows(out, rows, rows >= 0, column, tile, OUT_WIDTH, 1, COLUMNS, ORDER)
         where = row.to(tl.int64) * lora_r + r
         tl.store(u + where, (acc * scaling).to(DTYPE), mask=r < lora_r)
