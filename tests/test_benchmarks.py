@@ -104,9 +104,19 @@ def test_a_small_model_trains_from_a_checkpoint_that_the_benchmark_wrote(tmp_pat
 def test_benchmark_says_what_it_can_do_and_what_it_lacks() -> None:
     done = run(BENCHMARKS / "moe_layer.py", "--help")
     assert done.returncode == 0 and "resident compiled" in " ".join(done.stdout.split()), done.stderr
-    if not torch.cuda.is_available():
-        done = run(BENCHMARKS / "moe_layer.py")
-        assert done.returncode == 2 and "there is none" in done.stderr
+    for script in ("moe_layer.py", "dense_limit.py"):
+        if not torch.cuda.is_available():
+            done = run(BENCHMARKS / script)
+            assert done.returncode == 2 and "there is none" in done.stderr
+
+
+def test_bytes_of_the_launches_beside_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row with H = I = 1, in numbers: gathers 4, GLU 3, shrink 1, GLU backward 6, gradients 5, combine 4."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from dense_limit import other_bytes
+    from moe_cases import Case
+
+    assert other_bytes(Case("one", t=1, h=1, i=1, e=1, k=1, r=1)) == 2 * (4 + 3 + 1 + 6 + 5 + 4)
 
 
 GPT_OSS = dict(activation="swiglu_oai", limit=7.0, bias=True, format="mxfp4")
@@ -137,5 +147,5 @@ def test_benchmark_on_one_token(tmp_path: Path) -> None:
     done = run(BENCHMARKS / "moe_layer.py", *flags)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    assert len(result["cases"][0]["results"]) == 9
+    assert len(result["cases"][0]["results"]) == 10
     assert "qwen3-30b-a3b-1" in report(result, tmp_path, "--plot", "none")
