@@ -8,7 +8,7 @@ cards with less shared memory take the next smaller tile that fits.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -289,6 +289,24 @@ def glu_backward_config(rows: int, dtype: torch.dtype, r: int) -> GluBackwardCon
         return GLU_BACKWARD_FP32
     tables = (GLU_BACKWARD_LARGE_RANK, *GLU_BACKWARD_CONFIGS) if r > GLU_BACKWARD_RANKS else GLU_BACKWARD_CONFIGS
     return next(c for c in tables if c.least_rows <= rows)
+
+
+class GluBackwardWay(NamedTuple):
+    """The pass's tile, into how many chunks it cuts the columns, whether it makes v, and what a second launch sums."""
+
+    config: GluBackwardConfig
+    chunks: int
+    makes_v: bool
+    sums_v: bool
+    sums_gw: bool
+
+
+def glu_backward_way(
+    rows: int, dtype: torch.dtype, width: int, r: int, *, need_gw: bool, bias: bool
+) -> GluBackwardWay:  # fmt: skip
+    config = glu_backward_config(rows, dtype, r)
+    chunks, makes_v = config.chunks(width), 0 < r <= GLU_BACKWARD_RANKS
+    return GluBackwardWay(config, chunks, makes_v, makes_v and chunks > 1, need_gw and (chunks > 1 or bias))
 
 
 def block_scaled_config(rows: int) -> BlockScaledConfig:

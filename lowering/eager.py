@@ -204,30 +204,31 @@ def glu_backward(
     h = pre.new_empty(m if need_h else 0, width)
     gw = topk_weights.new_empty(topk_weights.shape if need_gw else (0, top_k))
     v = pre.new_empty(m, r)
-    with_v, use_bias = 0 < r <= configs.GLU_BACKWARD_RANKS, bias is not None and gy is not None and need_gw
-    config = configs.glu_backward_config(configs.rows_per_expert(m, e), pre.dtype, r)
-    chunks = config.chunks(width)
-    sum_gw, sum_v = need_gw and (chunks > 1 or use_bias), with_v and chunks > 1
-    gw_chunks = pre.new_empty(chunks, m, dtype=torch.float32) if sum_gw else None
-    v_chunks = pre.new_empty(chunks, m, r, dtype=torch.float32) if sum_v else v if with_v else None
+    use_bias = bias is not None and gy is not None and need_gw
+    way = configs.glu_backward_way(
+        configs.rows_per_expert(m, e), pre.dtype, width, r, need_gw=need_gw, bias=use_bias
+    )  # fmt: skip
+    config, chunks = way.config, way.chunks
+    gw_chunks = pre.new_empty(chunks, m, dtype=torch.float32) if way.sums_gw else None
+    v_chunks = pre.new_empty(chunks, m, r, dtype=torch.float32) if way.sums_v else v if way.makes_v else None
     sizes = dict(E=e, E_POW2=power_of_two(e, 16), R=padded_rank(r))
     launch(
         glu_backward_kernels.glu_backward, (row_tiles(m, e, config.rows) * chunks,), device,
         pre, pre.stride(0), topk_weights.reshape(-1).contiguous(), contiguous(gh), rows, offsets,
-        contiguous(lora_b) if with_v else None, gpre if need_gpre else None, h if need_h else None,
-        gw if need_gw and not sum_gw else None, gw_chunks, v_chunks, m, r, scaling,
+        contiguous(lora_b) if way.makes_v else None, gpre if need_gpre else None, h if need_h else None,
+        gw if need_gw and not way.sums_gw else None, gw_chunks, v_chunks, m, r, scaling,
         **sizes, WIDTH=width, **config.constants(width, halves), ACTIVATION=activation, LIMIT=limit,
         PRECISION=precision(pre.dtype), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    if r and not with_v:
+    if r and not way.makes_v:
         _shrink(gpre, None, offsets, lora_b, v, None, scaling, 1, by_rank=False)
-    if sum_gw or sum_v:
+    if way.sums_gw or way.sums_v:
         gy = with_unit_stride(gy) if gy is not None and use_bias else None
         launch(
             glu_backward_kernels.sum_chunks, (row_tiles(m, e, configs.SUM_ROWS),), device,
-            gw_chunks, v_chunks if sum_v else None, rows, offsets, gy, 0 if gy is None else gy.stride(0),
+            gw_chunks, v_chunks if way.sums_v else None, rows, offsets, gy, 0 if gy is None else gy.stride(0),
             contiguous(gy_rows) if use_bias else None, contiguous(bias) if use_bias else None,
-            gw if sum_gw else None, v if sum_v else None, m, top_k, r,
+            gw if way.sums_gw else None, v if way.sums_v else None, m, top_k, r,
             **sizes, N=bias.shape[1] if bias is not None and use_bias else 0, CHUNKS=chunks,
             ROWS=configs.SUM_ROWS, COLUMNS=configs.SUM_COLUMNS, num_warps=4,
         )  # fmt: skip

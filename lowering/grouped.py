@@ -187,26 +187,27 @@ def glu_backward(
     halves = 1 if activation == "relu2" else 2
     width, r = pre_width // halves, 0 if lora_b is None else guard_int(lora_b.get_size()[2])
     tokens, top_k = topk_weights.get_size()
-    with_v, use_bias = 0 < r <= configs.GLU_BACKWARD_RANKS, bias is not None and gy is not None and need_gw
-    config = configs.glu_backward_config(configs.rows_per_expert(hint(m), e), dtype, r)
-    chunks = config.chunks(width)
-    sum_gw, sum_v = need_gw and (chunks > 1 or use_bias), with_v and chunks > 1
+    use_bias = bias is not None and gy is not None and need_gw
+    way = configs.glu_backward_way(
+        configs.rows_per_expert(hint(m), e), dtype, width, r, need_gw=need_gw, bias=use_bias
+    )  # fmt: skip
+    config, chunks = way.config, way.chunks
     of_slots, of_ranks = ([m], topk_weights.get_dtype()), ([m, r], dtype)
     of_rows, of_chunks = (
         _Results(device, {
             "gpre": (need_gpre, [m, pre_width], dtype),
             "h": (need_h, [m, width], dtype),
-            "gw": (need_gw and not sum_gw, *of_slots),
-            "gw_chunks": (sum_gw, [chunks, m], torch.float32),
-            "v_chunks": (with_v, *(([chunks, m, r], torch.float32) if sum_v else of_ranks)),
+            "gw": (need_gw and not way.sums_gw, *of_slots),
+            "gw_chunks": (way.sums_gw, [chunks, m], torch.float32),
+            "v_chunks": (way.makes_v, *(([chunks, m, r], torch.float32) if way.sums_v else of_ranks)),
         }),
-        _Results(device, {"gw": (sum_gw, *of_slots), "v": (sum_v, *of_ranks)}),
+        _Results(device, {"gw": (way.sums_gw, *of_slots), "v": (way.sums_v, *of_ranks)}),
     )  # fmt: skip
     of_rows.run(
         glu_backward_kernels.glu_backward,
         {
             "pre": pre, "slot_weights": lowerings[aten.reshape](topk_weights, [-1]), "gh": gh, "slots": rows,
-            "offsets": offsets, "lora_b": lora_b if with_v else None,
+            "offsets": offsets, "lora_b": lora_b if way.makes_v else None,
         },
         dict(
             pre_stride=pre_width, lora_r=r, scaling=float(scaling), WIDTH=width, R=padded_rank(r),
@@ -219,8 +220,8 @@ def glu_backward(
     of_chunks.run(
         glu_backward_kernels.sum_chunks,
         {
-            "gw_chunks": of_rows.made["gw_chunks"] if sum_gw else None,
-            "v_chunks": of_rows.made["v_chunks"] if sum_v else None,
+            "gw_chunks": of_rows.made["gw_chunks"] if way.sums_gw else None,
+            "v_chunks": of_rows.made["v_chunks"] if way.sums_v else None,
             "slots": rows, "offsets": offsets, "gy": gy if use_bias else None,
             "gy_slots": gy_rows if use_bias else None, "bias": bias if use_bias else None,
         },
@@ -230,12 +231,12 @@ def glu_backward(
         ),
         m, Variant({}, Grid(configs.SUM_ROWS, e)),
     )  # fmt: skip
-    gpre, of_gw = of_rows.made["gpre"], of_chunks if sum_gw else of_rows
+    gpre, of_gw = of_rows.made["gpre"], of_chunks if way.sums_gw else of_rows
     gw = lowerings[aten.reshape](of_gw.made["gw"], [tokens if need_gw else 0, top_k])
-    if with_v or not r:
-        v = of_chunks.made["v"] if sum_v else of_rows.made["v_chunks"] if r else empty([m, 0], dtype, device)
+    if way.makes_v:
+        v = of_chunks.made["v"] if way.sums_v else of_rows.made["v_chunks"]
     else:
-        _, v = _gather_and_shrink(Routed(gpre, None, offsets, e), lora_b, scaling, None, by_rank=False)
+        _, v = _gather_and_shrink(Routed(gpre, None, offsets, e), lora_b if r else None, scaling, None, by_rank=False)
     return gpre, of_rows.made["h"], gw, v
 
 

@@ -265,11 +265,14 @@ def test_row_kernels_compile_and_fit(name: str, arch: int) -> None:
 def built_glu_backward(
     config: configs.GluBackwardConfig, arch: int, dtype: torch.dtype, rank: int, activation: str = "silu"
 ) -> Any:
+    """Of 2,880 columns, as a launch without biases would ask for it."""
     halves = 1 if activation == "relu2" else 2
+    way = configs.glu_backward_way(config.least_rows, dtype, 2880, rank, need_gw=True, bias=False)
     constants = SIZES | dict(
-        WIDTH=2880, R=rank, gw=None, ACTIVATION=activation, LIMIT=None, PRECISION=precision(dtype),
+        WIDTH=2880, R=rank, ACTIVATION=activation, LIMIT=None, PRECISION=precision(dtype),
         **config.constants(2880, halves),
-    ) | ({} if rank else dict(lora_b=None, v_chunks=None))  # fmt: skip
+    ) | ({} if way.makes_v else dict(lora_b=None, v_chunks=None))  # fmt: skip
+    constants["gw" if way.sums_gw else "gw_chunks"] = None
     types = dict.fromkeys(("pre", "gh", "gpre", "h"), POINTER_TO[TRITON_DTYPE[dtype]])
     types |= dict.fromkeys(("gw_chunks", "v_chunks"), "*fp32")
     return build(glu_backward.glu_backward, arch, constants, types, config.warps, num_stages=config.stages)
@@ -287,14 +290,14 @@ def test_glu_backward_compiles_and_computes_its_activation_once(
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
-@pytest.mark.parametrize("rank", [0, configs.GLU_BACKWARD_RANKS])
+@pytest.mark.parametrize("rank", [0, configs.GLU_BACKWARD_RANKS, 64])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 def test_other_glu_backwards_compile_and_fit(activation: str, dtype: torch.dtype, rank: int, arch: int) -> None:
     for rows_each in (1, 16, 1024) if dtype == torch.float16 else (1,):
         config = configs.glu_backward_config(rows_each, dtype, rank)
         built = built_glu_backward(config, arch, dtype, rank, activation)
-        assert ("mma.sync" in built.asm["ptx"]) == (dtype == torch.float16 and rank > 0)
+        assert ("mma.sync" in built.asm["ptx"]) == (dtype == torch.float16 and rank == configs.GLU_BACKWARD_RANKS)
         assert len(re.findall(r"= math\.exp", built.asm["ttgir"])) == (activation == "silu")
 
 

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import expecttest
 import fakecuda
@@ -73,27 +74,42 @@ library: addmm""",
     )
 
 
+Graphs = list[tuple[torch.dtype, tuple[Graph, Graph]]]
+SMALL: tuple[dict[str, Any], ...] = (
+    dict(dtype=torch.float32, bias=True),
+    dict(dtype=torch.bfloat16, bias=True),
+    dict(dtype=torch.float16, bias=True, fmt="mxfp4"),
+    dict(dtype=torch.float16, ranks=(32, 17)),  # v by a shrink, the router weights' gradient without sums
+)
+
+
 @pytest.fixture(scope="module")
-def small() -> dict[torch.dtype, tuple[Graph, Graph]]:
-    """Graphs of a small layer with biases; in bf16 the number of tokens is symbolic, in fp16 weights are MXFP4."""
-    made = {}
-    for dtype, fmt in ((torch.float32, "nvfp4"), (torch.bfloat16, "nvfp4"), (torch.float16, "mxfp4")):
-        block, inputs = block_and_inputs(t=6, k=2, e=3, h=64, i=32, dtype=dtype, fmt=fmt, bias=True)
+def small() -> Graphs:
+    """Graphs of small layers; in bf16 the number of tokens is symbolic."""
+    made = []
+    for sizes in SMALL:
+        block, inputs = block_and_inputs(**dict(t=6, k=2, e=3, h=64, i=32) | sizes)
         for token_side in inputs[:2]:
-            if dtype == torch.bfloat16 and token_side is not None:
+            if sizes["dtype"] == torch.bfloat16 and token_side is not None:
                 torch._dynamo.mark_dynamic(token_side, 0)
-        made[dtype] = fakecuda.generate_training(block, *inputs, capability=(8, 0))
+        made.append((sizes["dtype"], fakecuda.generate_training(block, *inputs, capability=(8, 0))))
     return made
 
 
-def test_a_layer_on_ampere_is_all_templates(small: dict[torch.dtype, tuple[Graph, Graph]]) -> None:
-    for graphs in small.values():
+def test_a_layer_on_ampere_is_all_templates(small: Graphs) -> None:
+    for _, graphs in small:
         forward, backward = (list(launches(graph.source)) for graph in graphs)
         assert forward.count("template: grouped_linear") == backward.count("template: grouped_dgrad") == 2
         assert not any("nvfp4." in launch for launch in (*forward, *backward))
 
 
-def test_generated_kernels_compute_the_layer(small: dict[torch.dtype, tuple[Graph, Graph]], tmp_path: Path) -> None:
+def test_the_backward_of_a_large_rank_takes_a_shrink_more_and_no_sums(small: Graphs) -> None:
+    of_rank_4, of_rank_32 = (list(launches(small[i][1][1].source)) for i in (2, 3))
+    assert (of_rank_4.count("template: shrink"), of_rank_4.count("template: sum_chunks")) == (1, 1)  # a bias
+    assert (of_rank_32.count("template: shrink"), of_rank_32.count("template: sum_chunks")) == (2, 0)
+
+
+def test_generated_kernels_compute_the_layer(small: Graphs, tmp_path: Path) -> None:
     """Forward and backward, run in the interpreter, give what the same graphs give on the CPU."""
-    saved = [(dtype, g.source, g.inputs, g.outputs) for dtype, graphs in small.items() for g in graphs]
+    saved = [(dtype, g.source, g.inputs, g.outputs) for dtype, graphs in small for g in graphs]
     fakecuda.assert_interpreted_graphs_agree(saved, tmp_path)

@@ -34,8 +34,8 @@ FEW_EXPERTS = LayerSizes(256, 128, 8, 2)  # where the factor gradients are split
 @pytest.mark.parametrize(
     "sizes",
     [LayerSizes(2048, 768, 128, 8), LayerSizes(2880, 2880, 32, 4, activation="swiglu_oai", limit=7.0, bias=True),
-     FEW_EXPERTS],
-    ids=["qwen3-30b-a3b", "gpt-oss-20b", "few experts"],
+     LayerSizes(2048, 768, 128, 8, r=32), FEW_EXPERTS],
+    ids=["qwen3-30b-a3b", "gpt-oss-20b", "rank 32", "few experts"],
 )  # fmt: skip
 def test_a_few_tokens_meet_every_kernel_of_all_tokens(hopper: None, sizes: LayerSizes) -> None:
     chosen = representative_tokens(sizes)
