@@ -233,10 +233,12 @@ def glu_backward(
     )  # fmt: skip
     gpre, of_gw = of_rows.made["gpre"], of_chunks if way.sums_gw else of_rows
     gw = lowerings[aten.reshape](of_gw.made["gw"], [tokens if need_gw else 0, top_k])
-    if way.makes_v:
+    if not r:
+        v = empty([m, 0], dtype, device)
+    elif way.makes_v:
         v = of_chunks.made["v"] if way.sums_v else of_rows.made["v_chunks"]
     else:
-        _, v = _gather_and_shrink(Routed(gpre, None, offsets, e), lora_b if r else None, scaling, None, by_rank=False)
+        _, v = _gather_and_shrink(Routed(gpre, None, offsets, e), lora_b, scaling, None, by_rank=False)
     return gpre, of_rows.made["h"], gw, v
 
 

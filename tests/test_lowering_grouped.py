@@ -163,3 +163,18 @@ def test_classes_of_rows_are_few_and_their_tiles_fit() -> None:
                     ways = [*configs.linear_candidates(r, dtype, limit), *configs.dgrad_candidates(r, dtype, limit)]
                     assert len(ways) == len(set(ways)) <= 6
                     assert dtype == torch.float32 or all(way.shared_memory(2) <= limit for way in ways)
+
+
+@pytest.mark.parametrize("need_gpre", [False, True])
+def test_v_has_the_rows_of_pre_where_there_is_no_factor(need_gpre: bool) -> None:
+    layer = make_layer(t=8, k=K, e=E, i=32)
+    rows, _, offsets = routing.moe_route(layer.topk_ids, E)
+    pre, gh = (torch.randn(8 * K, n).bfloat16() for n in (64, 32))
+
+    def all_of(*tensors: Tensor) -> Any:
+        return torch.ops.nvfp4.glu_backward(*tensors, need_gpre=need_gpre, need_h=False)
+
+    code = fakecuda.generate(all_of, pre, layer.topk_weights, gh, rows, offsets, capability=AMPERE)
+    (returned,) = re.findall(r"^\s*return \((.*)\)$", code.split("def call(")[1], re.MULTILINE)
+    v = returned.rstrip(", ").split(", ")[-1]
+    assert f"{v} = empty_strided_cuda(({8 * K}, 0)," in code
