@@ -8,6 +8,7 @@ Run: `python benchmarks/dense_limit.py [--cases NAME …]`.
 """
 
 import argparse
+import shutil
 import subprocess
 import threading
 import time
@@ -19,6 +20,7 @@ import torch
 from moe_cases import BF16, CASES, Case
 
 from torch_nvfp4._explain.card import measure
+from torch_nvfp4.lowering.configs import GLU_BACKWARD_RANKS
 
 SECONDS = 2.0
 QUERY = ("clocks.sm", "power.draw", "power.limit", "clocks_throttle_reasons.active")
@@ -52,7 +54,8 @@ def _seconds(call: Callable[[], Any], calls: int) -> float:
 
 
 def _card_says() -> str:
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader", "--id=0"]
+    uuid = torch.cuda.get_device_properties().uuid
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader", f"--id=GPU-{uuid}"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
@@ -72,19 +75,22 @@ def other_bytes(case: Case) -> float:
     """Of a gated layer's other launches, forward + backward, in bf16: rows [M, H] and columns of I, each access once.
 
     Gathers of x and gy, and combine twice: (T + M) H each. GLU: 3 M I, shrink of h: M I, GLU backward with v: 6 M I.
-    Factor gradients: 2 M H + 3 M I.
+    Factor gradients: 2 M H + 3 M I. Of a large rank v is shrunk apart: 2 M I.
     """
     m = case.t * case.k
-    return 2.0 * (4 * (case.t + m) * case.h + 2 * m * case.h + 13 * m * case.i)
+    columns = 15 if case.r > GLU_BACKWARD_RANKS else 13
+    return 2.0 * (4 * (case.t + m) * case.h + 2 * m * case.h + columns * m * case.i)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [case.name for case in CASES if case.t >= 8192]
+    names = [case.name for case in CASES if case.t >= 8192 and not case.bias and not case.skew]  # of each size one
     parser.add_argument("--cases", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this measures a CUDA device, and there is none")
+    if not shutil.which("nvidia-smi"):
+        parser.error("this asks nvidia-smi for clock and power, and it is not on PATH")
     card = measure()
     print(f"{card.name}: {card.flops / 1e12:.0f} TFLOP/s in bf16, {card.bandwidth / 1e9:.0f} GB/s; {', '.join(QUERY)}")
     for case in CASES:

@@ -301,9 +301,7 @@ class GluBackwardWay(NamedTuple):
     sums_gw: bool
 
 
-def glu_backward_way(
-    rows: int, dtype: torch.dtype, width: int, r: int, *, need_gw: bool, bias: bool
-) -> GluBackwardWay:  # fmt: skip
+def glu_backward_way(rows: int, dtype: torch.dtype, width: int, r: int, *, need_gw: bool, bias: bool) -> GluBackwardWay:
     config = glu_backward_config(rows, dtype, r)
     chunks, makes_v = config.chunks(width), 0 < r <= GLU_BACKWARD_RANKS
     return GluBackwardWay(config, chunks, makes_v, makes_v and chunks > 1, need_gw and (chunks > 1 or bias))

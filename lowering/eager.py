@@ -205,13 +205,12 @@ def glu_backward(
     gw = topk_weights.new_empty(topk_weights.shape if need_gw else (0, top_k))
     v = pre.new_empty(m, r)
     use_bias = bias is not None and gy is not None and need_gw
-    way = configs.glu_backward_way(
-        configs.rows_per_expert(m, e), pre.dtype, width, r, need_gw=need_gw, bias=use_bias
-    )  # fmt: skip
+    rows_each = configs.rows_per_expert(m, e)
+    way = configs.glu_backward_way(rows_each, pre.dtype, width, r, need_gw=need_gw, bias=use_bias)
     config, chunks = way.config, way.chunks
     gw_chunks = pre.new_empty(chunks, m, dtype=torch.float32) if way.sums_gw else None
     v_chunks = pre.new_empty(chunks, m, r, dtype=torch.float32) if way.sums_v else v if way.makes_v else None
-    sizes = dict(E=e, E_POW2=power_of_two(e, 16), R=padded_rank(r))
+    sizes = dict(E=e, E_POW2=power_of_two(e, 16), R=padded_rank(r) if way.makes_v else 0)
     launch(
         glu_backward_kernels.glu_backward, (row_tiles(m, e, config.rows) * chunks,), device,
         pre, pre.stride(0), topk_weights.reshape(-1).contiguous(), contiguous(gh), rows, offsets,

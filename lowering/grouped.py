@@ -188,10 +188,9 @@ def glu_backward(
     width, r = pre_width // halves, 0 if lora_b is None else guard_int(lora_b.get_size()[2])
     tokens, top_k = topk_weights.get_size()
     use_bias = bias is not None and gy is not None and need_gw
-    way = configs.glu_backward_way(
-        configs.rows_per_expert(hint(m), e), dtype, width, r, need_gw=need_gw, bias=use_bias
-    )  # fmt: skip
-    config, chunks = way.config, way.chunks
+    rows_each = configs.rows_per_expert(hint(m), e)
+    way = configs.glu_backward_way(rows_each, dtype, width, r, need_gw=need_gw, bias=use_bias)
+    config, chunks, ranks = way.config, way.chunks, padded_rank(r) if way.makes_v else 0
     of_slots, of_ranks = ([m], topk_weights.get_dtype()), ([m, r], dtype)
     of_rows, of_chunks = (
         _Results(device, {
@@ -210,7 +209,7 @@ def glu_backward(
             "offsets": offsets, "lora_b": lora_b if way.makes_v else None,
         },
         dict(
-            pre_stride=pre_width, lora_r=r, scaling=float(scaling), WIDTH=width, R=padded_rank(r),
+            pre_stride=pre_width, lora_r=r, scaling=float(scaling), WIDTH=width, R=ranks,
             ACTIVATION=activation, LIMIT=limit, PRECISION=precision(dtype), **config.constants(width, halves),
             **expert_sizes(e),
         ),
@@ -226,7 +225,7 @@ def glu_backward(
             "gy_slots": gy_rows if use_bias else None, "bias": bias if use_bias else None,
         },
         dict(
-            gy_stride=n, top_k=guard_int(top_k), lora_r=r, N=n, CHUNKS=chunks, R=padded_rank(r),
+            gy_stride=n, top_k=guard_int(top_k), lora_r=r, N=n, CHUNKS=chunks, R=ranks,
             ROWS=configs.SUM_ROWS, COLUMNS=configs.SUM_COLUMNS, **expert_sizes(e),
         ),
         m, Variant({}, Grid(configs.SUM_ROWS, e)),

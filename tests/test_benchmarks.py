@@ -117,6 +117,7 @@ def test_bytes_of_the_launches_beside_the_products(monkeypatch: pytest.MonkeyPat
     from moe_cases import Case
 
     assert other_bytes(Case("one", t=1, h=1, i=1, e=1, k=1, r=1)) == 2 * (4 + 3 + 1 + 6 + 5 + 4)
+    assert other_bytes(Case("a large rank", t=1, h=1, i=1, e=1, k=1, r=17)) == 2 * (4 + 3 + 1 + 6 + 2 + 5 + 4)
 
 
 GPT_OSS = dict(activation="swiglu_oai", limit=7.0, bias=True, format="mxfp4")

@@ -98,7 +98,7 @@ def _train(folder: str, config: dict[str, Any], before: bool) -> None:
     assert_same_model(model, one, tolerance=1e-5, grads=False)
     resumed = _trained(trained(f"{folder}/run/checkpoint-1"))
     for name, parameter in _trained(model).items():
-        close(whole(resumed[name].detach()), whole(parameter.detach()), name=name)
+        close(whole(resumed[name].detach()), whole(parameter.detach()), 1e-6, name)
 
 
 @pytest.mark.parametrize(

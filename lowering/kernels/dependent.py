@@ -1,7 +1,7 @@
 """Programmatic dependent launch (PDL): a kernel is launched while the one before it still ends.
 
 A kernel that takes part has a constexpr PDL and begins with `wait_for_previous`; `launch.py` sets it and launches so on
-cards from Hopper on. Elsewhere, in the interpreter and in Inductor's templates it is false.
+cards from Hopper on. Elsewhere, in the interpreter and in Inductor's templates it is not set.
 """
 
 import triton
