@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeVar
 import torch
 
 Config = TypeVar("Config")
-CONSUMER_SHARED_MEMORY = 99 * 1024
 
 
 @dataclass(frozen=True)
@@ -223,6 +222,11 @@ def family(device: int) -> int:
     return 0 if torch.version.hip else torch.cuda.get_device_capability(device)[0]
 
 
+def uses_wgmma(device: int, dtype: torch.dtype) -> bool:
+    """Whether activations of this dtype take Hopper's asynchronous products; fp32 takes the ordinary cores."""
+    return family(device) == 9 and dtype != torch.float32
+
+
 @cache
 def first_block_scaled(device: int) -> tuple[int, int] | None:
     """The first Triton that emits block-scaled products for the card, None where none does."""
@@ -329,7 +333,7 @@ ROW_CLASSES = (8, 64, 256, 1024)
 
 
 def representative_rows(rows: int) -> int:
-    """The class of a number of rows per expert; the same for all of T = 1 … 32,768 but for its four values."""
+    """One of four classes, so that what was timed for one T serves all others of its class."""
     return next((c for c in ROW_CLASSES if rows <= 2 * c), ROW_CLASSES[-1])
 
 

@@ -1,5 +1,6 @@
 """Launches Hopper's own grouped products, `kernels/hopper.py` and `few_rows.py`, where card and sizes allow them."""
 
+import math
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -11,6 +12,9 @@ from torch import Tensor
 from . import configs
 from .launch import TRITON_DTYPE, cdiv, launch, padded_rank, row_tiles
 from .weight import Weight
+
+TRITON = (3, 6), (3, 7)
+"""The first and the last Triton whose Gluon the kernels are known to work with."""
 
 
 class _Kernels(NamedTuple):
@@ -24,23 +28,34 @@ class _Kernels(NamedTuple):
 @cache
 def _kernels() -> _Kernels | None:
     """None where this Triton has no Gluon that they are known to work with."""
-    if not (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 7):
+    if not TRITON[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= TRITON[1]:
         return None
     from .kernels import few_rows, hopper, hopper_feed
 
     return _Kernels(hopper, hopper_feed, few_rows)
 
 
-def supports(weight: Weight, x: Tensor, *, transposed: bool) -> bool:
-    """Whether the kernel's boxes fit codes and scales, whole steps make up k, and the formats have a decoder."""
+def obstacle(weight: Weight, x: Tensor, *, transposed: bool) -> str | None:
+    """Why the kernels cannot take a product, None where they can.
+
+    Their boxes must fit codes and scales, whole steps make up k, and the formats have a decoder.
+    """
     _, n, c = weight.sizes
     halves = weight.global_scale.shape[1]
-    kinds = x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and weight.block == 16)
-    aligned = weight.codes.data_ptr() % 16 == 0 and weight.scales.data_ptr() % 4 == 0
-    if not kinds or c % 64 or not aligned or configs.family(x.device.index) != 9:
-        return False
-    steps = n % (64 * halves) == 0 if transposed else n % 4 == 0 and n % (2 * halves) == 0
-    return steps and _kernels() is not None
+    if configs.family(x.device.index) != 9:
+        return "the card is not Hopper"
+    if _kernels() is None:
+        first, last = (".".join(map(str, version)) for version in TRITON)
+        return f"Hopper's own products need Triton {first} to {last}, and this is {triton.__version__}"
+    if x.dtype != torch.bfloat16 and (x.dtype != torch.float16 or weight.block != 16):
+        kinds = f"{x.dtype} with blocks of {weight.block}"
+        return f"Hopper's own products take bf16, and fp16 with blocks of 16, not {kinds}"
+    unit = 64 * halves if transposed else math.lcm(4, 2 * halves)
+    if c % 64 or n % unit:
+        return f"Hopper's own products need C in 64s and N in {unit}s, and these are {c} and {n}"
+    if weight.codes.data_ptr() % 16 or weight.scales.data_ptr() % 4:
+        return "Hopper's own products need codes that begin at 16 bytes, and scales at 4"
+    return None
 
 
 def product(

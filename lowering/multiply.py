@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_nvfp4.ops import observe
+
 from . import block_scaled, configs, hopper, merge, scratch
 from .kernels import grouped_gemm, shrink
 from .launch import (
@@ -49,12 +51,16 @@ def choose_path(
     e, n, _ = weight.sizes
     if four_bits and block_scaled.supports(weight, x.device.index):
         return Path.BLOCK_SCALED
-    if hopper.supports(weight, x, transposed=transposed):
+    obstacle = hopper.obstacle(weight, x, transposed=transposed)
+    if obstacle is None:
         return Path.HOPPER
-    if packed or four_bits:
-        return Path.LOOP
     multiplied, halves = product_dtype(x.dtype, weight.block), weight.global_scale.shape[1]
-    return Path.SCRATCH if configs.use_scratch(m, e, n, halves, multiplied, x.device.index) else Path.LOOP
+    plain = not packed and not four_bits
+    if plain and configs.use_scratch(m, e, n, halves, multiplied, x.device.index):
+        return Path.SCRATCH
+    if observe.current is not None:
+        observe.current.reason(obstacle)
+    return Path.LOOP
 
 
 class Merging(NamedTuple):
@@ -149,7 +155,7 @@ def _loop_linear(
         slots, slot_weights, offsets, out, n, u.shape[1],
         R=padded_rank(u.shape[1]), X_WIDTH=x.shape[1], TOKENS=config.tokens, OUTPUTS=config.outputs,
         BYTES=config.bytes, STAGES=config.stages, TMA=tiles is not None, PACKED_ASM=packed_asm(weight, dtype, has_tma),
-        WGMMA=configs.family(x.device.index) == 9, PRECISION=precision(dtype, weight.block),
+        WGMMA=configs.uses_wgmma(x.device.index, dtype), PRECISION=precision(dtype, weight.block),
         WEIGHTED_BIAS=slots is not None, DTYPE=TRITON_DTYPE[dtype], AFTER=after, **weight.constants,
         num_warps=config.warps,
     )  # fmt: skip

@@ -8,8 +8,6 @@ symbolic T. Else the table decides.
 
 from dataclasses import dataclass
 
-import torch
-
 from . import configs, externs
 from .compat import Extern, TensorBox, calls_python, empty, guard_int, tunes
 from .graph import Routed, Weight, times, timing_inputs
@@ -35,7 +33,7 @@ class Adapter:
 def linear(x: Routed, weight: Weight, adapter: Adapter, u: TensorBox) -> Launch:
     """y = x Wᵀ and what is added to it, from rows already in the right column order."""
     _, has_tma = x.limits
-    r, multiplied = guard_int(u.get_size()[1]), product_dtype(x.dtype, weight.block)
+    r = guard_int(u.get_size()[1])
     biased = adapter.bias is not None
     tensors = {
         "x": x.tensor, **weight.tensors, "lora_b": adapter.lora_b, "u": u if r else None, "bias": adapter.bias,
@@ -45,7 +43,7 @@ def linear(x: Routed, weight: Weight, adapter: Adapter, u: TensorBox) -> Launch:
     constants = dict(
         lora_r=r, R=padded_rank(r), X_WIDTH=x.width, TMA=False, DTYPE=x.dtype,
         PRECISION=precision(x.dtype, weight.block), PACKED_ASM=weight.packed_asm(x.dtype, has_tma),
-        WGMMA=has_tma and multiplied != torch.float32,
+        WGMMA=configs.uses_wgmma(x.device.index, x.dtype),
         WEIGHTED_BIAS=biased and adapter.slots is not None, **weight.constants,
     )  # fmt: skip
     return Launch(

@@ -51,6 +51,6 @@ def combine(rows_MN: Tensor, inverse_M: Tensor, top_k: int, dtype: torch.dtype) 
     splits = cdiv(width, columns)
     launch(
         combine_kernels.combine, (tokens * splits,), out.device, rows_MN, rows_MN.stride(0), inverse_M, out, width,
-        tokens, TOP_K=top_k, COLUMNS=columns, SPLITS=splits, num_warps=4,
+        TOP_K=top_k, COLUMNS=columns, SPLITS=splits, num_warps=4,
     )  # fmt: skip
     return out

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 from ahead_of_time import KIB, assembler_says, build_gluon
 
 from torch_nvfp4.lowering import configs
+from torch_nvfp4.lowering import hopper as launcher
 from torch_nvfp4.lowering.kernels import few_rows, hopper, hopper_feed
+from torch_nvfp4.lowering.weight import Weight
 
 C, N = 2048, 1536
+BF16 = torch.bfloat16
 
 
 def build(config: configs.HopperConfig, transposed: bool, **changed: Any) -> Any:
@@ -105,3 +109,34 @@ def test_a_tile_of_few_rows_moves_no_value_between_threads(most: int, config: co
 @pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS)
 def test_few_rows_of_other_formats_and_ranks_are_built(kind: dict[str, Any]) -> None:
     assert "0 bytes spill stores" in assembler_says(build_few(configs.FEW_ROWS_CONFIGS[0][1], **kind).asm["ptx"])
+
+
+def test_what_they_cannot_take_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(dtype: torch.dtype = BF16, n: int = 128, c: int = 128, *, shift: int = 0, transposed: bool = False,
+               mx: bool = False, version: str = "3.7.1", card: int = 9) -> str | None:  # fmt: skip
+        monkeypatch.setattr(configs, "family", lambda _: card)
+        monkeypatch.setattr(triton, "__version__", version)
+        launcher._kernels.cache_clear()
+        block = 32 if mx else 16
+        codes, scales = torch.empty(n * c // 2 + 16, dtype=torch.uint8), torch.empty(1, n, c // block)
+        weight = Weight(codes[shift:][: n * c // 2].view(1, n, c // 2), scales, torch.ones(1, 2), block)
+        return launcher.obstacle(weight, torch.empty(0, c, dtype=dtype), transposed=transposed)
+
+    assert all(reason(transposed=t) is None and reason(torch.float16, transposed=t) is None for t in (False, True))
+    assert reason(mx=True) is None and reason(version="3.6.0+cu130") is None and reason(n=132) is None
+    told = {
+        "the card is not Hopper": dict(card=10),
+        "Hopper's own products need Triton 3.6 to 3.7, and this is 3.8.0": dict(version="3.8.0"),
+        "Hopper's own products take bf16, and fp16 with blocks of 16, not torch.float32 with blocks of 16": dict(
+            dtype=torch.float32
+        ),
+        "Hopper's own products take bf16, and fp16 with blocks of 16, not torch.float16 with blocks of 32": dict(
+            dtype=torch.float16, mx=True
+        ),
+        "Hopper's own products need C in 64s and N in 4s, and these are 96 and 128": dict(c=96),
+        "Hopper's own products need C in 64s and N in 128s, and these are 128 and 132": dict(n=132, transposed=True),
+        "Hopper's own products need codes that begin at 16 bytes, and scales at 4": dict(shift=8),
+    }
+    for text, given in told.items():
+        assert reason(**given) == text  # type: ignore[arg-type]
+    launcher._kernels.cache_clear()

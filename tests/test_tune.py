@@ -126,7 +126,7 @@ def test_commands_without_a_gpu(
 
     code, out, _ = run(f"explain --model-config {folder} --tokens 3 --rank 4", capsys)
     assert code == 0 and out.startswith("CPU, eager, forward + backward, 1 layer\n")
-    assert "glu_grouped_lora_linear  CPU reference" in out
+    assert "glu_grouped_lora_linear  CPU kernel" in out
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from .dependent import wait_for_previous
 
 @triton.jit
 def combine(
-    rows, rows_stride, inverse, out, width, tokens, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
+    rows, rows_stride, inverse, out, width, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One token, one piece of its columns. A slot that is not routed (inverse -1) is not read at all."""

@@ -13,7 +13,7 @@ class OpReport:
     """Calls of one op that took the same way.
 
     op: without its namespace; "combine" and "plain torch" are no ops of the library, but part of a layer.
-    path: "CPU reference", "Triton kernel", "decode to scratch", "block-scaled product", "emulated w4a4" (the product of
+    path: "CPU kernel", "Triton kernel", "decode to scratch", "block-scaled product", "emulated w4a4" (the product of
         4-bit rows with and without instructions for it), "Inductor", "Inductor template" or "plain torch".
     why: what decided the path.
     kernels: what one call launches, with tile sizes.

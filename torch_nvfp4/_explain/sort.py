@@ -42,7 +42,7 @@ def _path(run: OpRun, compiled: bool) -> tuple[str, str]:
     """(path, why)."""
     caller = "; generated code calls it, as no lowering took it" if compiled else ""
     if run.device == "cpu":
-        return "CPU reference", _CPU + caller
+        return "CPU kernel", _CPU + caller
     if not run.launches:
         return "plain torch", _PLAIN + caller
     if any(launch.decodes_to_scratch for launch in run.launches):
@@ -52,7 +52,7 @@ def _path(run: OpRun, compiled: bool) -> tuple[str, str]:
     if any(launch.kernel == "quantize_rows" for launch in run.launches):
         mx = any(dict(launch.constants).get("B") == "32" for launch in run.launches)
         return "emulated w4a4", _EMULATED + (_EMULATED_MX if mx else _EMULATED_CARD) + caller
-    return "Triton kernel", "the tensors are on a CUDA device" + caller
+    return "Triton kernel", "; ".join(["the tensors are on a CUDA device", *run.reasons]) + caller
 
 
 def _lowered(op: str, runs: list[OpRun], generated: Sequence[Any]) -> OpReport:

@@ -83,6 +83,7 @@ class OpRun:
     flops: int
     nbytes: int
     launches: list[Launch] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
 
 
 def nbytes(values: Iterable[Any]) -> int:
@@ -113,6 +114,10 @@ class Watch:
 
     def launch(self, kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
         (self._open[-1].launches if self._open else self.loose).append(Launch.of(kernel, args, options))
+
+    def reason(self, why: str) -> None:
+        if self._open:  # else it is asked while code is generated, which then says itself what it is
+            self._open[-1].reasons.append(why)
 
 
 def _bytes_read(named: Mapping[str, Any]) -> int:

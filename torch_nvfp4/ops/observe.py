@@ -14,6 +14,9 @@ class Observer(Protocol):
     def launch(self, kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
         """A Triton kernel is launched, in an op or outside of all."""
 
+    def reason(self, why: str) -> None:
+        """Why the kernel that every card has is launched next, and none of the card's own."""
+
 
 current: Observer | None = None
 
