@@ -4,6 +4,7 @@ import copy
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import expecttest
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_nvfp4 import NVFP4Experts, NVFP4Linear
-from torch_nvfp4.format import quantize
+from torch_nvfp4.format import get_format, quantize
 from torch_nvfp4.nn import LoRAFactors, MixedLoRA, set_numerics
 from torch_nvfp4.ops import reference
 
@@ -66,12 +67,12 @@ def assert_packed_is(module: nn.Module, before: dict[str, Tensor]) -> None:
         assert not got.requires_grad, name
 
 
-def call(module: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
+def call(module: nn.Module, dtype: torch.dtype = torch.float32, **lora: Any) -> Tensor:
     x = normal(T, H, seed=5).to(dtype)
     if isinstance(module, NVFP4Linear):
         return module(x)
     ids = torch.tensor([[0, 2], [1, 0], [2, 2], [-1, 1], [0, E]])
-    return module(x, ids, torch.linspace(0.1, 1, T * K).view(T, K))
+    return module(x, ids, torch.linspace(0.1, 1, T * K).view(T, K), **lora)
 
 
 MAKERS = {"experts": experts, "linear": linear}
@@ -111,6 +112,45 @@ def test_state_dict_round_trip(make: type, format: str, tmp_path: Path) -> None:
         fresh.load_state_dict(state, strict=True)
         assert_packed_is(fresh, packed(module))
         assert torch.equal(call(fresh), wanted)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@each_format
+@each_module
+def test_a_state_dict_may_have_the_dtypes_that_the_bits_stand_for(make: type, format: str, assign: bool) -> None:
+    module = make(format)
+    fmt = get_format(format)
+    meaning = {"scales": fmt.scale_dtype, "global_scale": torch.float32}
+    state = module.state_dict()
+    for name in packed(module):
+        for kind, dtype in meaning.items():
+            if name.endswith(f"_{kind}"):
+                state[name] = state[name].view(dtype)
+    fresh = make(format)
+    with torch.no_grad():
+        for p in fresh.parameters():
+            p.zero_()
+    fresh.load_state_dict(state, assign=assign)
+    assert_packed_is(fresh, packed(module))
+    assert torch.equal(call(fresh), call(module))
+
+
+@each_module
+def test_a_state_dict_of_other_dtypes_is_refused(make: type) -> None:
+    module, before = make(), packed(make())
+    for kind, dtype in {"global_scale": torch.bfloat16, "_scales": torch.float8_e5m2, "codes": torch.float32}.items():
+        state = module.state_dict()
+        name = next(name for name in before if name.endswith(kind))
+        state[name] = state[name].to(dtype)
+        with pytest.raises(RuntimeError, match=f"{name}: the state dict has {dtype}, and packed bits are torch"):
+            module.load_state_dict(state)
+        assert_packed_is(module, before)
+
+
+@pytest.mark.parametrize("shape", [(4, H // 2), (0, H + 1), ()])
+def test_a_linear_layer_refuses_another_width(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"x must be \[..., C\] with C = {H}, got"):
+        linear()(torch.zeros(shape))
 
 
 @each_module
@@ -311,6 +351,7 @@ class TestErrors(expecttest.TestCase):
         gate_up, down = normal(E, 2 * I, H), normal(E, H, I)
         bad = gate_up.clone()
         bad[1, 2, 3] = torch.nan
+        factors, mixed = LoRAFactors(normal(E, R, I), normal(E, H, R), 1.0), torch.zeros(T, dtype=torch.int32)
         calls = {
             "activation": lambda: NVFP4Experts(E, H, I, activation="swish"),
             "format": lambda: NVFP4Experts(E, H, I, format="fp4"),
@@ -324,15 +365,18 @@ class TestErrors(expecttest.TestCase):
             "not finite": lambda: NVFP4Experts.from_dense(bad, down),
             "rank": lambda: experts(lora=False).add_lora(0, scaling=1.0),
             "twice": lambda: experts().add_lora(2, scaling=1.0),
+            "projection": lambda: experts(lora=False).add_lora(2, scaling=1.0, projections=("gateup",)),  # type: ignore[arg-type]
+            "adapter": lambda: call(experts(), lora={"up": factors}),
+            "mixed": lambda: call(experts(), lora=MixedLoRA([{}, {"down": factors, "w2": factors}], mixed)),
             "linear width": lambda: NVFP4Linear(24, 8),
             "linear from a width": lambda: NVFP4Linear.from_dense(nn.Linear(24, 8)),
             "linear rank": lambda: linear(lora=False).add_lora(0, scaling=1.0),
             "linear twice": lambda: linear().add_lora(2, scaling=1.0),
         }
         lines = []
-        for name, call in calls.items():
+        for name, wrong in calls.items():
             with pytest.raises(ValueError) as info:
-                call()
+                wrong()
             lines.append(f"{name}: {info.value}")
         self.assertExpectedInline(
             "\n".join(lines) + "\n",
@@ -349,6 +393,9 @@ from_dense activation: gate_up must have N = I = 32 rows for 'swish', got 64
 not finite: x must be finite in float32; 1 of 128 blocks have a NaN or infinity
 rank: r must be at least 1, got 0
 twice: gate_up already has LoRA factors
+projection: projections are gate_up, down, got 'gateup'
+adapter: projections are gate_up, down, got 'up'
+mixed: projections are gate_up, down, got 'w2'
 linear width: in_features must be a positive multiple of B = 16, got 24
 linear from a width: in_features must be a positive multiple of B = 16, got 24
 linear rank: r must be at least 1, got 0
