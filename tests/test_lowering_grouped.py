@@ -23,8 +23,8 @@ AMPERE, HOPPER, CONSUMER = (8, 0), (9, 0), (12, 0)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def linear_inputs(t: int, dtype: torch.dtype = torch.bfloat16, c: int = 64) -> list[Tensor | None]:
-    layer = make_layer(t=t, k=K, e=E, h=c, i=32, dtype=dtype)
+def linear_inputs(t: int, dtype: torch.dtype = torch.bfloat16, c: int = 64, fmt: str = "nvfp4") -> list[Tensor | None]:
+    layer = make_layer(t=t, k=K, e=E, h=c, i=32, dtype=dtype, fmt=fmt)
     rows, _, offsets = routing.moe_route(layer.topk_ids, E)
     parts = ("codes", "scales", "global_scale", "lora_a", "lora_b")
     return [layer.x, rows, offsets, *(layer.tensors[f"gate_up_{part}"] for part in parts)]
@@ -63,6 +63,24 @@ def test_one_launch_gathers_and_shrinks_and_one_multiplies(capability: fakecuda.
         assert f"import {body} as body" in kernel
         assert fakecuda.compile_to_ptx(name, kernel, capability)
     assert first.startswith("triton_tem") and second.startswith("triton_tem")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fmt", "capability", "waits"),
+    [
+        (torch.bfloat16, "nvfp4", HOPPER, True), (torch.float16, "mxfp4", HOPPER, True),
+        (torch.float32, "nvfp4", HOPPER, False), (torch.bfloat16, "nvfp4", (10, 0), False),
+        (torch.bfloat16, "nvfp4", AMPERE, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_templates_wait_for_asynchronous_products_where_eager_does(
+    dtype: torch.dtype, fmt: str, capability: fakecuda.Capability, waits: bool
+) -> None:
+    """Also for fp16 with MXFP4, whose fp32 products are asynchronous ones in TF32; C = 96 is not Hopper's own."""
+    code = fakecuda.generate(linear, *linear_inputs(8, dtype, 96, fmt), capability=capability)
+    (_, product) = fakecuda.triton_kernels(code).values()
+    assert f"WGMMA : tl.constexpr = {waits}" in product
 
 
 def test_many_rows_on_hopper_are_left_to_the_launcher() -> None:
