@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 import torch_nvfp4
 from torch_nvfp4._explain.sort import observed_ops, plain_ops
 from torch_nvfp4._explain.watch import Launch, OpRun, PlainOps, Watch
+from torch_nvfp4.lowering import configs, multiply
+from torch_nvfp4.lowering.weight import Weight
 from torch_nvfp4.ops import observe
 
 E, H, I, T, K, R = 4, 64, 32, 16, 2, 4
@@ -202,6 +205,27 @@ def test_the_way_of_a_product_of_4_bit_rows() -> None:
     assert path == "emulated w4a4" and "sm_100, sm_103, sm_120" in why
     path, why = told("grouped_product", "hopper", "32")
     assert path == "emulated w4a4" and "MXFP4" in why
+
+
+def test_what_keeps_a_product_from_a_card_s_own_kernel() -> None:
+    """Choosing a way tells the op that runs, and nobody while code is generated."""
+    weight = Weight(torch.empty(E, 2 * I, H // 2), torch.empty(E, 2 * I, H // 16), torch.ones(E, 2), 16)
+    x = SimpleNamespace(dtype=torch.float32, device=SimpleNamespace(index=0))
+
+    def choose(*_: Any) -> Tensor:
+        assert multiply.choose_path(x, T, weight) is multiply.Path.LOOP  # type: ignore[arg-type]
+        observe.current.launch(SimpleNamespace(arg_names=[], fn=choose), (), {})  # type: ignore[union-attr]
+        return torch.empty(0)
+
+    watch = Watch()
+    card = dict(family=lambda _: 9, device_limits=lambda _: (227 << 10, True))
+    with mock.patch.multiple(configs, **card), observe.observing(watch):
+        choose()
+        watch.op("moe_route", choose, (torch.empty(1, device="meta"), E), {})
+    watch.runs[0].device = "cuda"
+    (op,) = observed_ops(watch, watch, [], compiled=False)
+    assert op.path == "Triton kernel"
+    assert op.why.startswith("the tensors are on a CUDA device; Hopper's own products take bf16")
 
 
 @pytest.mark.gpu

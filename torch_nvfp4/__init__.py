@@ -14,7 +14,16 @@ if _find_spec("torch_nvfp4.lowering") is None:
     )
 
 from .format import MXFP4, NVFP4, Format
-from .lora import LoRASummary, add_lora, disable_adapters, export_adapter, load_adapter, save_adapter
+from .lora import (
+    LoRASummary,
+    adapter_state_dict,
+    add_lora,
+    disable_adapters,
+    export_adapter,
+    load_adapter,
+    remove_adapters,
+    save_adapter,
+)
 from .nn import NVFP4Experts, NVFP4Linear, set_numerics
 from .ops import SAVE_OPS
 from .qat import convert_qat, prepare_qat
@@ -36,6 +45,7 @@ __all__ = [
     "LoRASummary",
     "NVFP4Experts",
     "NVFP4Linear",
+    "adapter_state_dict",
     "add_lora",
     "convert_qat",
     "disable_adapters",
@@ -43,6 +53,7 @@ __all__ = [
     "explain",
     "load_adapter",
     "prepare_qat",
+    "remove_adapters",
     "save_adapter",
     "set_numerics",
 ]
