@@ -193,7 +193,21 @@ DECODE_TILE = (16, 128, 4)
 SCRATCH_ROWS_PER_EXPERT = 768
 """From this many rows an expert on, decoding slices beats decoding in the loop of a Triton kernel."""
 
-SHRINK_ROWS, SHRINK_COLUMNS = 64, 128
+
+@dataclass(frozen=True)
+class ShrinkConfig:
+    """ROWS rows × COLUMNS columns a step; `streams`: moved rows are written as what no cache need hold."""
+
+    rows: int
+    columns: int
+    stages: int
+    streams: bool
+
+
+SHRINK = ShrinkConfig(64, 128, 3, False)
+SHRINK_MANY = ShrinkConfig(128, 128, 2, True)
+"""Reads a factor half as often; with less than a dozen such tiles a processor, the last ones leave the card idle."""
+SHRINK_MANY_ROWS, SHRINK_MANY_RANKS = 1 << 17, 16
 SHRINK_RANKS = 64
 SHRINK_ROW_RANKS, SHRINK_ROW_COLUMNS = 4, 2048
 """Of a row by itself, see `shrinks_rows`."""
@@ -285,6 +299,12 @@ def shrinks_rows(m: int, e: int, by_rank: bool) -> bool:
     A factor `[C, R]` (not `by_rank`) is read in pieces of a few numbers, which more rows repeat.
     """
     return m <= e * (FEW_ROWS if by_rank else 1)
+
+
+def shrink_config(m: int, r: int, dtype: torch.dtype, device: int, *, gathers: bool) -> ShrinkConfig:
+    """The tile of a shrink of M rows to `r` ranks a program; the larger one is for gathers, and was timed on Hopper."""
+    many = gathers and m >= SHRINK_MANY_ROWS and r <= SHRINK_MANY_RANKS
+    return SHRINK_MANY if many and dtype.itemsize == 2 and family(device) == 9 else SHRINK
 
 
 def glu_backward_config(rows: int, dtype: torch.dtype, r: int) -> GluBackwardConfig:

@@ -251,12 +251,14 @@ def _shrink(
         return
     ranks = min(padded_rank(r), configs.SHRINK_RANKS)
     moved_rows = (None, None) if moved is None else moved[:2]
+    gathers = rows is not None and values is not None and moved is None
+    config = configs.shrink_config(u.shape[0], ranks, x.dtype, x.device.index, gathers=gathers)
     launch(
         shrink.shrink,
-        (row_tiles(u.shape[0], e, configs.SHRINK_ROWS), cdiv(r, ranks) if r else 1), x.device,
+        (row_tiles(u.shape[0], e, config.rows), cdiv(r, ranks) if r else 1), x.device,
         x, x.stride(0), rows, offsets, contiguous(factor), u, values, scaling, r, top_k, *moved_rows, row_scale,
-        R=ranks, ROWS=configs.SHRINK_ROWS, COLUMNS=configs.SHRINK_COLUMNS, PRECISION=precision(x.dtype), **sizes,
-        num_warps=4,
+        R=ranks, ROWS=config.rows, COLUMNS=config.columns, STREAM=config.streams, PRECISION=precision(x.dtype), **sizes,
+        num_warps=4, num_stages=config.stages,
     )  # fmt: skip
 
 

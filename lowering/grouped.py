@@ -63,10 +63,10 @@ def _gather_and_shrink(
     constants = dict(
         x_stride=x.width, scaling=float(scaling), lora_r=r, top_k=x.top_k, WIDTH=x.width, OUT_WIDTH=out_width or 0,
         FACTOR_WIDTH=0 if factor is None else guard_int(factor.get_size()[2 if by_rank else 1]), R=ranks,
-        ROWS=configs.SHRINK_ROWS, COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=by_rank, X_ORDER=x_order, ORDER=order,
+        ROWS=configs.SHRINK.rows, COLUMNS=configs.SHRINK.columns, BY_RANK=by_rank, X_ORDER=x_order, ORDER=order,
         PRECISION=precision(x.dtype), DTYPE=x.dtype, **expert_sizes(x.e),
     )  # fmt: skip
-    way = Variant({}, Grid(configs.SHRINK_ROWS, x.e, y=cdiv(r, ranks) if r else 1))
+    way = Variant({}, Grid(configs.SHRINK.rows, x.e, y=cdiv(r, ranks) if r else 1))
     tensors = {"x": x.tensor, "slots": x.slots, "offsets": x.offsets, "factor": factor}
     if out_width is None:
         return None, Launch(shrink.shrink, tensors | {"u": OUTPUT}, constants, x.m, [x.m, r], x.dtype).run(way)

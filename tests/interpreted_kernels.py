@@ -11,6 +11,7 @@ import os
 import types
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -317,4 +318,8 @@ if __name__ == "__main__":
             check_layer(**sizes)
             multiply_block_scaled(False)
         print(f"{case} ok", flush=True)
+    many = {True: configs.SHRINK_MANY, False: configs.SHRINK}
+    with mock.patch.object(configs, "shrink_config", lambda *_, gathers: many[gathers]):
+        check_layer(dtype=BF16, pattern="sentinel", t=150, e=2, h=144, ranks=(5, 16))
+    print("gathers of many rows ok", flush=True)
     print("all agree")

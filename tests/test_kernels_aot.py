@@ -32,7 +32,7 @@ from torch_nvfp4.lowering.launch import TRITON_DTYPE, precision, product_dtype
 from torch_nvfp4.lowering.weight import Weight
 
 SIZES = dict(E_POW2=128, C=2048, B=16, S=2, R=16, UNIT=128.0, DTYPE=tl.bfloat16, PRECISION=None, AFTER=False,
-             row_scale=None, moved=None)  # fmt: skip
+             STREAM=False, row_scale=None, moved=None)  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MATRIX_INSTRUCTION = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.sync"}
 """By family; float32 runs on the ordinary cores of all of them."""
@@ -218,9 +218,13 @@ def test_products_with_a_decoded_slice_compile_for_hopper(transposed: bool) -> N
 
 ROW_KERNELS = {
     "shrink and gather": (shrink.shrink, dict(
-        WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_RANKS, ROWS=configs.SHRINK_ROWS,
-        COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=True, X_SPLIT=False, SPLIT=True, X_ORDER=0,
+        WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_RANKS, ROWS=configs.SHRINK.rows,
+        COLUMNS=configs.SHRINK.columns, BY_RANK=True, X_SPLIT=False, SPLIT=True, X_ORDER=0,
         ORDER=1)),
+    "shrink and gather of many rows": (shrink.shrink, dict(
+        WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_MANY_RANKS, ROWS=configs.SHRINK_MANY.rows,
+        COLUMNS=configs.SHRINK_MANY.columns, STREAM=True, BY_RANK=True, X_ORDER=0, ORDER=2,
+        num_stages=configs.SHRINK_MANY.stages)),
     "shrink of a row": (shrink.shrink_row, dict(
         WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_ROW_RANKS, COLUMNS=configs.SHRINK_ROW_COLUMNS,
         BY_RANK=True, X_ORDER=0, ORDER=2, ACTIVATION=None, LIMIT=None)),
@@ -228,8 +232,8 @@ ROW_KERNELS = {
         WIDTH=768, FACTOR_WIDTH=768, OUT_WIDTH=768, R=configs.SHRINK_ROW_RANKS, COLUMNS=1024, BY_RANK=True, X_ORDER=0,
         ORDER=2, ACTIVATION="silu", LIMIT=None)),
     "gather of 4-bit rows": (shrink.shrink, dict(
-        WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_RANKS, ROWS=configs.SHRINK_ROWS,
-        COLUMNS=configs.SHRINK_COLUMNS, BY_RANK=True, X_ORDER=0, ORDER=0)),
+        WIDTH=2048, FACTOR_WIDTH=2048, OUT_WIDTH=2048, R=configs.SHRINK_RANKS, ROWS=configs.SHRINK.rows,
+        COLUMNS=configs.SHRINK.columns, BY_RANK=True, X_ORDER=0, ORDER=0)),
     "glu": (glu.glu_forward, dict(
         WIDTH=768, H_WIDTH=768, ROWS=configs.GLU_ROWS, COLUMNS=configs.GLU_COLUMNS, SPLIT=True, ORDER=1,
         ACTIVATION="silu", LIMIT=None)),
@@ -258,7 +262,9 @@ def test_row_kernels_compile_and_fit(name: str, arch: int) -> None:
     if name.endswith("4-bit rows"):
         types = {"moved": "*bf16"}
         del sizes["moved"], sizes["row_scale"]
-    build(kernel, arch, sizes | constants, types, constants.get("num_warps", 4))
+    options = {name: constants[name] for name in ("num_stages",) if name in constants}
+    built = build(kernel, arch, sizes | constants, types, constants.get("num_warps", 4), **options)
+    assert ("st.global.cs" in built.asm["ptx"]) == constants.get("STREAM", False)
 
 
 @cache

@@ -44,22 +44,23 @@ def factor_tile(
 @triton.jit
 def store_rows(
     out, rows, row_mask, column, tile, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    ORDER: tl.constexpr,
+    ORDER: tl.constexpr, STREAM: tl.constexpr = False,
 ):  # fmt: skip
     """Store a tile of rows whose columns begin at `column`, in this column order."""
+    MODIFIER: tl.constexpr = ".cs" if STREAM else ""
     start = out + rows.to(tl.int64)[:, None] * WIDTH
     if ORDER == SPLIT:
         even, odd = tl.split(tl.reshape(tile, (ROWS, COLUMNS // 2, 2)))
         columns = column // 2 + tl.arange(0, COLUMNS // 2)[None, :]
         mask = row_mask[:, None] & (columns < WIDTH // 2)
-        tl.store(start + columns, even, mask=mask)
-        tl.store(start + WIDTH // 2 + columns, odd, mask=mask)
+        tl.store(start + columns, even, mask=mask, cache_modifier=MODIFIER)
+        tl.store(start + WIDTH // 2 + columns, odd, mask=mask, cache_modifier=MODIFIER)
     else:
         if ORDER == FRAGMENT:
             tile = tl.permute(tl.reshape(tile, (ROWS, COLUMNS // 32, 4, 2, 2, 2)), (0, 1, 4, 5, 2, 3))
             tile = tl.reshape(tile, (ROWS, COLUMNS))
         columns = column + tl.arange(0, COLUMNS)[None, :]
-        tl.store(start + columns, tile, mask=row_mask[:, None] & (columns < WIDTH))
+        tl.store(start + columns, tile, mask=row_mask[:, None] & (columns < WIDTH), cache_modifier=MODIFIER)
 
 
 @triton.jit
@@ -67,7 +68,8 @@ def shrink(
     x, x_stride, slots, offsets, factor, u, out, scaling, lora_r, top_k, moved, moved_scale, row_scale,
     E, E_POW2: tl.constexpr, WIDTH: tl.constexpr, FACTOR_WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
     R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_RANK: tl.constexpr, X_ORDER: tl.constexpr,
-    ORDER: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr = False,
+    ORDER: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr, STREAM: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """u = scaling · x[slots // top_k] f, and the rows themselves into `out` in column order ORDER, zero-padded.
 
@@ -103,7 +105,7 @@ def shrink(
             if out is not None:
                 if tl.program_id(1) == 0:
                     if moved is None:
-                        store_rows(out, rows, inside, column, tile, OUT_WIDTH, ROWS, COLUMNS, ORDER)
+                        store_rows(out, rows, inside, column, tile, OUT_WIDTH, ROWS, COLUMNS, ORDER, STREAM)
                     else:
                         mask = inside[:, None] & (columns < OUT_WIDTH)[None, :]
                         moved_tile = tl.load(
