@@ -48,6 +48,11 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     assert config.model == "base" and resolve(path, {}).rank == 8
 
 
+def test_one_alone_is_a_list_of_one() -> None:
+    config = FinetuneConfig(model="base", output=Path("run"), text=Path("a.txt"), dataset="a/b", targets="experts")
+    assert (config.text, config.dataset, config.targets) == ((Path("a.txt"),), ("a/b",), ("experts",))
+
+
 def values(kind: Any) -> st.SearchStrategy[Any]:
     text = st.text(st.characters(exclude_categories=["C"]), min_size=1).filter(lambda s: s == s.strip())
     paths = text.map(Path)

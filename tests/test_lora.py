@@ -55,6 +55,12 @@ def test_one_projection_alone_and_suffixes() -> None:
     assert list(summary.targets) == ["experts.down_proj", "0.q_proj"]
 
 
+def test_a_string_is_one_target() -> None:
+    assert list(add_lora(Toy(), targets="q_proj").targets) == ["q_proj"]
+    with pytest.raises(ValueError, match="target 'k_proj' matches nothing"):
+        add_lora(Toy(), targets="k_proj")
+
+
 def test_fault_c22_a_target_that_matches_nothing_is_an_error() -> None:
     model = Toy()
     before = [p.requires_grad for p in model.parameters()]

@@ -68,7 +68,7 @@ def add_lora(
     *,
     expert_r: int | None = None,
     rslora: bool = False,
-    targets: Sequence[str] = ("experts", "q_proj", "k_proj", "v_proj", "o_proj"),
+    targets: str | Sequence[str] = ("experts", "q_proj", "k_proj", "v_proj", "o_proj"),
     dtype: torch.dtype = torch.float32,
 ) -> LoRASummary:
     """Put LoRA adapters on the model, in place, and freeze everything else.
@@ -78,7 +78,7 @@ def add_lora(
         R = expert_r and the same alpha: alpha / expert_r, as in PEFT with a rank_pattern.
     targets: "experts" (both projections of every packed experts module), "experts.gate_up_proj" or
         "experts.down_proj"; anything else is the last components of a linear layer's name ("q_proj",
-        "self_attn.q_proj").
+        "self_attn.q_proj"). A string is one target.
     dtype: of the factors; the forward pass casts them to the activations' dtype.
 
     Raises ValueError, before anything is changed, for a rank below 1, a target that matches nothing, and a
@@ -103,15 +103,15 @@ def add_lora(
     return LoRASummary(sum(counts.values()), _count_values(model), counts)
 
 
-def chosen_sites(model: nn.Module, targets: Sequence[str]) -> list[Site]:
+def chosen_sites(model: nn.Module, targets: str | Sequence[str]) -> list[Site]:
     """What `add_lora` adapts for these targets, in the order in which it draws the factors."""
     return list(_choose(list(iter_sites(model)), targets))
 
 
-def _choose(sites: Sequence[Site], targets: Sequence[str]) -> dict[Site, str]:
+def _choose(sites: Sequence[Site], targets: str | Sequence[str]) -> dict[Site, str]:
     """Site -> the first target that names it; ValueError for a target that names none."""
     chosen: dict[Site, str] = {}
-    for target in targets:
+    for target in (targets,) if isinstance(targets, str) else targets:
         found = [site for site in sites if _matches(site, target)]
         if not found:
             raise ValueError(_nothing_matched(target, sites))

@@ -97,6 +97,11 @@ class FinetuneConfig:
     resume: str = _flag("auto", "auto (newest checkpoint in --output, if any), never, or a checkpoint folder.")
     plot: bool = _flag(True, "Draw loss.png.")
 
+    def __post_init__(self) -> None:
+        for name in ("text", "dataset", "eval_text", "eval_dataset", "targets"):
+            if isinstance(value := getattr(self, name), str | Path):  # a string would be taken by its letters
+                object.__setattr__(self, name, (value,))
+
     def validate(self) -> None:
         """Raise FinetuneError, naming the flag, if a value can train nothing."""
         for name in ("rank", "expert_rank", "steps", "batch", "grad_accum", "eval_batches", "keep"):
