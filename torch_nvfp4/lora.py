@@ -29,6 +29,7 @@ from ._lora.sites import (
     adapted_sites,
     attach,
     iter_sites,
+    refuse_peft,
     replace_module,
 )
 from ._lora.stamp import KEY, heed, mark, stamp_of
@@ -82,12 +83,13 @@ def add_lora(
     dtype: of the factors; the forward pass casts them to the activations' dtype.
 
     Raises ValueError, before anything is changed, for a rank below 1, a target that matches nothing, and a
-    model that has adapters already or is sharded by FSDP2.
+    model that has adapters already, PEFT's too, or is sharded by FSDP2.
     """
     ranks = {"r": r, "expert_r": r if expert_r is None else expert_r}
     for name, rank in ranks.items():
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {rank!r}")
+    refuse_peft(model)
     sites = list(iter_sites(model))
     adapted = [site.name for site in sites if site.factors is not None]
     if adapted:
@@ -224,6 +226,7 @@ def load_adapter(
     this library does not do. Warns where the adapter was trained merge-aware and the model is not
     (`torch_nvfp4.nn.set_numerics`).
     """
+    refuse_peft(model)
     to_shards(model)
     found = read_for(Path(directory), list(iter_sites(model)), lora_b_layout)
     _check_same_adapters(model, found.specs)

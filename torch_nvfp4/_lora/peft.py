@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .sharded import to_shards, whole
-from .sites import LoRASpec, Site, adapted_sites, clean_path, iter_sites, stock_layout_of
+from .sites import LoRASpec, Site, adapted_sites, clean_path, iter_sites, saved_sites, stock_layout_of
 
 KEY_PREFIX = "base_model.model."
 
@@ -138,9 +138,7 @@ def has_suffix(name: str, suffix: str) -> bool:
 
 def config_of(model: nn.Module) -> PeftConfig:
     """The config with which stock PEFT puts exactly this model's adapters on the stock dense model."""
-    sites, adapted = list(iter_sites(model)), adapted_sites(model)
-    if not adapted:
-        raise ValueError("the model has no adapters: call add_lora or load_adapter first")
+    sites, adapted = list(iter_sites(model)), saved_sites(model)
     specs = {site: site.spec for site in adapted}
     rslora = all(spec.rslora for spec in specs.values())
     if not rslora:  # where adapters of both kinds meet, state those of the other kind as alpha / r too
