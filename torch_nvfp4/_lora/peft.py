@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .sharded import to_shards, whole
 from .sites import LoRASpec, Site, adapted_sites, clean_path, iter_sites, saved_sites, stock_layout_of
+from .stamp import KEY
 
 KEY_PREFIX = "base_model.model."
 
@@ -262,6 +263,11 @@ def _is_grouped(data: Mapping[str, Any], told: BLayout | None) -> bool:
             raise ValueError(f"{name} must be one of {', '.join(get_args(BLayout))}, got {value!r}")
     if stamped and told and stamped != told:
         raise ValueError(f"lora_b_layout={told!r} contradicts adapter_config.json, which says {stamped!r}")
+    if told == "grouped_by_expert" and not stamped and data.get(KEY) is not None:
+        raise ValueError(
+            f"lora_b_layout={told!r} contradicts adapter_config.json: its {KEY!r} says that this library wrote the "
+            "adapter, and that is rank_major; leave lora_b_layout out"
+        )
     return (stamped or told) == "grouped_by_expert"
 
 
