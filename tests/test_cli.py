@@ -133,6 +133,26 @@ def test_texts(command: Command, tmp_path: Path) -> None:
     )
 
 
+def test_local_files_come_before_the_hub(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *a, **k: pytest.fail("the hub was asked"))
+    no = command.output.parent / "no.txt"
+    for option in ("--text", "--eval-text", "--chat-template"):
+        line = command.fails(option, no, model="someone/some-moe")
+        assert line == f"no.txt does not exist: check the path given to {option}"
+    assert not command.output.exists()
+
+
+def test_without_what_the_end_of_a_run_needs(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_nvfp4.train.loop.load_model", lambda *a: pytest.fail("the model was loaded"))
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib", None)
+        assert command.fails("--plot") == (
+            "matplotlib, which draws loss.png, is not installed: pip install 'torch-nvfp4[demo]', or give --no-plot"
+        )
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert command.fails() == "PyYAML is not installed: pip install 'torch-nvfp4[demo]'"
+
+
 def test_outputs(command: Command, tmp_path: Path) -> None:
     command.output.mkdir()
     (command.output / "thesis.tex").touch()

@@ -90,7 +90,7 @@ def read(file: Path) -> dict[str, Any]:
 def write(config: FinetuneConfig, file: Path) -> None:
     """Write every setting; `read` gives the same ones back."""
     settings = {f.name: _plain(getattr(config, f.name)) for f in fields(config)}
-    file.write_text(_yaml().safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    file.write_text(load_yaml().safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:
@@ -100,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def _mapping(file: Path) -> dict[Any, Any]:
-    yaml = _yaml()
+    yaml = load_yaml()
     try:
         text = file.read_text(encoding="utf-8-sig")
         _refuse_repeats(file, yaml.compose(text, Loader=yaml.SafeLoader))
@@ -174,7 +174,8 @@ def _wanted(kind: Any, value: Any) -> str:
     return words[kind] + (" (in quotes: YAML reads it as something else)" if quotes else "")
 
 
-def _yaml() -> Any:
+def load_yaml() -> Any:
+    """PyYAML; FinetuneError where it is not installed."""
     try:
         import yaml
     except ModuleNotFoundError:
