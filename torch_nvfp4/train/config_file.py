@@ -80,6 +80,8 @@ def read(file: Path) -> dict[str, Any]:
             raise FinetuneError(f"{file}: there is no setting {key!r}: the closest flag is {flag(_closest(name))}")
         if name in result:
             raise FinetuneError(f"{file}: {key!r} is there twice: delete one")
+        if name == "compile" and isinstance(value, bool):  # for YAML 1.1, on and off are booleans
+            value = "on" if value else "off"
         try:
             result[name] = _convert(_kinds()[name], value)
         except (TypeError, ValueError, OverflowError):
@@ -170,7 +172,7 @@ def _wanted(kind: Any, value: Any) -> str:
         tuple[Path, ...]: "a path, or a list of paths",
         tuple[str, ...]: "a text, or a list of texts",
     }
-    quotes = kind is str and value is not None  # a bare `on` is a boolean, a bare 3 a number
+    quotes = kind is str and value is not None  # a bare `no` is a boolean, a bare 3 a number
     return words[kind] + (" (in quotes: YAML reads it as something else)" if quotes else "")
 
 
