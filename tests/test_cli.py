@@ -234,6 +234,7 @@ def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str], monkeypatch
     for field in fields(FinetuneConfig):
         assert re.search(rf"--{field.name.replace('_', '-')}\b", text), field.name
         assert field.metadata["help"].split()[0] in text
+    assert "Default: a tenth of --steps, 10 at most." in text
 
 
 def test_flags_arrive_as_settings(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
