@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from finetune_tiny import make_folder, make_text, save_tokenizer
+from finetune_tiny import make_folder, make_text, save_packed_base, save_tokenizer
 
 from torch_nvfp4 import cli
 from torch_nvfp4.train.config import FinetuneConfig
@@ -205,6 +205,14 @@ def test_model_without_experts(command: Command, tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "dense")
     line = command.fails(model=tmp_path / "dense")
     assert line.startswith("dense") and "expert" in line
+
+
+def test_another_format_than_that_of_packed_experts(command: Command) -> None:
+    save_packed_base(command.folder)
+    assert command.fails("--format", "mxfp4", model=command.folder / "packed") == (
+        "--format mxfp4: the experts of packed are packed already, in nvfp4: leave --format out, "
+        "or give the dense model"
+    )
 
 
 def test_hub_that_cannot_be_reached(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
