@@ -313,13 +313,13 @@ class NVFP4Experts(_Numerics, nn.Module):
         r: int,
         *,
         scaling: float,
-        projections: tuple[ProjectionName, ...] = PROJECTIONS,
+        projections: ProjectionName | tuple[ProjectionName, ...] = PROJECTIONS,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Give every expert LoRA factors of rank r: A kaiming-uniform, B zero; the delta is scaling · b @ a."""
         if r < 1:
             raise ValueError(f"r must be at least 1, got {r}")
-        for projection in projections:
+        for projection in (projections,) if isinstance(projections, str) else projections:
             if getattr(self, f"{projection}_lora_a") is not None:
                 raise ValueError(f"{projection} already has LoRA factors")
             n, c = self._sizes(projection)
