@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torch_nvfp4.hf import dequantize_experts, quantize_experts
-from torch_nvfp4.lora import add_lora, export_adapter, load_adapter, save_adapter
+from torch_nvfp4.lora import add_lora, disable_adapters, export_adapter, load_adapter, remove_adapters, save_adapter
 from torch_nvfp4.nn import NVFP4Experts, NVFP4Linear
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -337,7 +337,8 @@ def test_adapters_of_pefts_are_not_mixed_with_add_lora(is_packed: bool, tmp_path
     model.save_pretrained(tmp_path)
     before = set(model.state_dict())
     for change in (add_lora, partial(add_lora, targets="experts"), partial(load_adapter, directory=tmp_path),
-                   partial(save_adapter, directory=tmp_path), partial(export_adapter, directory=tmp_path)):  # fmt: skip
+                   partial(save_adapter, directory=tmp_path), partial(export_adapter, directory=tmp_path),
+                   remove_adapters, lambda model: disable_adapters(model).__enter__()):  # fmt: skip
         with pytest.raises(ValueError, match=r"has PEFT's adapters: .*take them off with its unload\(\) first"):
             change(model)
     assert set(model.state_dict()) == before

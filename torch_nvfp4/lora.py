@@ -259,6 +259,7 @@ def _check_same_adapters(model: nn.Module, specs: dict[Site, LoRASpec]) -> None:
 
 def remove_adapters(model: nn.Module) -> None:
     """Take every adapter off the model, in place; base weights are as they were, and stay frozen."""
+    refuse_peft(model)
     mark((site.module for site in adapted_sites(model)), False)
     for site in adapted_sites(model):
         if isinstance(site.module, LoRALinear):
@@ -278,6 +279,7 @@ def disable_adapters(model: nn.Module, kind: Literal["all", "experts"] = "all") 
     """
     if kind not in ("all", "experts"):
         raise ValueError(f"kind must be 'all' or 'experts', got {kind!r}")
+    refuse_peft(model)
     sites = [site for site in adapted_sites(model) if kind == "all" or site.is_experts]
     if is_sharded(model):
         off: dict[tuple[nn.Module, str], float | None] = {(site.module, site.scaling_name): 0.0 for site in sites}

@@ -201,8 +201,8 @@ def refuse_peft(model: nn.Module) -> None:
     peft: Any = sys.modules.get("peft.tuners.tuners_utils")
     if peft is not None and any(isinstance(module, peft.BaseTunerLayer) for module in model.modules()):
         raise ValueError(
-            "the model has PEFT's adapters: train, load and save them with PEFT (add_adapter, load_adapter, "
-            "save_pretrained), or take them off with its unload() first"
+            "the model has PEFT's adapters: use PEFT's own methods (add_adapter, load_adapter, "
+            "save_pretrained, disable_adapter), or take them off with its unload() first"
         )
 
 
