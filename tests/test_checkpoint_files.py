@@ -354,5 +354,7 @@ def test_a_header_cannot_make_the_reader_allocate(tmp_path: Path) -> None:
 def test_not_a_checkpoint(tmp_path: Path) -> None:
     assert refusal_of(tmp_path / "none").endswith("no such folder")
     assert refusal_of(tmp_path) == f"DIR: has neither {WEIGHTS} nor {INDEX}"
+    (tmp_path / "notes").touch()
+    assert refusal_of(tmp_path / "notes").endswith(f"is a file: give the folder that it is in, {tmp_path}")
     (tmp_path / WEIGHTS).mkdir()
     assert refusal_of(tmp_path).endswith("is not a file")

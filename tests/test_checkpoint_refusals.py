@@ -407,6 +407,9 @@ def test_unknown_paths(tmp_path: Path) -> None:
     for load in (checkpoint.load_experts, checkpoint.load_linear, checkpoint.load_plain, checkpoint.input_scale):
         with pytest.raises(CheckpointError, match="'no.such' is not among"):
             load("no.such")
+    first, *others = checkpoint.experts
+    with pytest.raises(CheckpointError, match=rf"among `experts` \({1 + len(others)}, the first is '{first}'\)"):
+        checkpoint.load_experts("no.such")
 
 
 def mixed(layout: str, pattern: str, other_layout: str = "", **sizes: int) -> Made:

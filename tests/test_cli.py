@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from finetune_tiny import make_folder, make_text, save_tokenizer
+from finetune_tiny import make_folder, make_text, save_packed_base, save_tokenizer
 
 from torch_nvfp4 import cli
 from torch_nvfp4.train.config import FinetuneConfig
@@ -133,6 +133,26 @@ def test_texts(command: Command, tmp_path: Path) -> None:
     )
 
 
+def test_local_files_come_before_the_hub(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *a, **k: pytest.fail("the hub was asked"))
+    no = command.output.parent / "no.txt"
+    for option in ("--text", "--eval-text", "--chat-template"):
+        line = command.fails(option, no, model="someone/some-moe")
+        assert line == f"no.txt does not exist: check the path given to {option}"
+    assert not command.output.exists()
+
+
+def test_without_what_the_end_of_a_run_needs(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_nvfp4.train.loop.load_model", lambda *a: pytest.fail("the model was loaded"))
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib", None)
+        assert command.fails("--plot") == (
+            "matplotlib, which draws loss.png, is not installed: pip install 'torch-nvfp4[demo]', or give --no-plot"
+        )
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert command.fails() == "PyYAML is not installed: pip install 'torch-nvfp4[demo]'"
+
+
 def test_outputs(command: Command, tmp_path: Path) -> None:
     command.output.mkdir()
     (command.output / "thesis.tex").touch()
@@ -187,6 +207,14 @@ def test_model_without_experts(command: Command, tmp_path: Path) -> None:
     assert line.startswith("dense") and "expert" in line
 
 
+def test_another_format_than_that_of_packed_experts(command: Command) -> None:
+    save_packed_base(command.folder)
+    assert command.fails("--format", "mxfp4", model=command.folder / "packed") == (
+        "--format mxfp4: the experts of packed are packed already, in nvfp4: leave --format out, "
+        "or give the dense model"
+    )
+
+
 def test_hub_that_cannot_be_reached(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*args: Any, **kwargs: Any) -> None:
         raise OSError("We couldn't connect to the hub\nto load the files")
@@ -214,6 +242,7 @@ def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str], monkeypatch
     for field in fields(FinetuneConfig):
         assert re.search(rf"--{field.name.replace('_', '-')}\b", text), field.name
         assert field.metadata["help"].split()[0] in text
+    assert "Default: a tenth of --steps, 10 at most." in text
 
 
 def test_flags_arrive_as_settings(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,11 @@ def test_adapters_made_without_memory_train(four: Ranks, folders: dict[str, str]
 
 
 def test_refusals(folders: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nope is no folder here: only a packed checkpoint in one"):
+        empty_model("nope")
+    with pytest.raises(ValueError, match=r"has no config.json that transformers can read \(") as refusal:
+        empty_model(tmp_path)
+    assert refusal.value.__cause__ is not None
     make_stock("mixtral").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no folder of a packed checkpoint"):
         empty_model(tmp_path)

@@ -48,6 +48,24 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     assert config.model == "base" and resolve(path, {}).rank == 8
 
 
+@pytest.mark.parametrize("word", ["on", "off", "auto", "'off'"])
+def test_compile_is_said_without_quotes(tmp_path: Path, word: str) -> None:
+    assert read(file_of(tmp_path, f"compile: {word}")) == {"compile": word.strip("'")}
+
+
+def test_one_alone_is_a_list_of_one() -> None:
+    config = FinetuneConfig(model="base", output=Path("run"), text=Path("a.txt"), dataset="a/b", targets="experts")
+    assert (config.text, config.dataset, config.targets) == ((Path("a.txt"),), ("a/b",), ("experts",))
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (4, 0), (50, 5), (100, 10), (1000, 10)])
+def test_warm_up_takes_a_tenth_of_the_steps(tmp_path: Path, steps: int, warmup: int) -> None:
+    config = FinetuneConfig(model="base", output=Path("run"), text=(Path("a.txt"),), steps=steps)
+    config.validate()
+    assert config.warmup == config.fingerprint()["warmup"] == warmup
+    assert FinetuneConfig(model="base", output=Path("run"), steps=steps, warmup=3).warmup == 3
+
+
 def values(kind: Any) -> st.SearchStrategy[Any]:
     text = st.text(st.characters(exclude_categories=["C"]), min_size=1).filter(lambda s: s == s.strip())
     paths = text.map(Path)
@@ -88,7 +106,7 @@ def test_the_defaults_too(tmp_path: Path) -> None:
         ("text: 3", "text is 3: give a path, or a list of paths"),
         ("text: [3]", "text is [3]: give a path, or a list of paths"),
         ("optim: null", "optim is None: give a text"),
-        ("compile: on", "compile is True: give a text (in quotes: YAML reads it as something else)"),
+        ("resume: no", "resume is False: give a text (in quotes: YAML reads it as something else)"),
         ("rank: 4\nrank: 5", "'rank' is there twice: delete one"),
         ("seq-len: 4\nseq_len: 5", "'seq_len' is there twice: delete one"),
     ],

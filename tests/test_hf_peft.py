@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torch_nvfp4.hf import dequantize_experts, quantize_experts
-from torch_nvfp4.lora import add_lora, save_adapter
+from torch_nvfp4.lora import add_lora, disable_adapters, export_adapter, load_adapter, remove_adapters, save_adapter
 from torch_nvfp4.nn import NVFP4Experts, NVFP4Linear
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -323,7 +324,38 @@ def test_adapters_of_add_lora_are_not_mixed_with_pefts() -> None:
     packed, _ = packed_and_dense()
     add_lora(packed, r=2, targets=("experts",))
     with pytest.raises(ValueError, match="experts.* has an adapter of add_lora: save_adapter, then remove_adapters"):
-        get_peft_model(packed, config())
+        get_peft_model(packed, config(target_parameters=None))
+    _, dense = packed_and_dense()
+    add_lora(dense, r=2, targets=("q_proj",))
+    with pytest.raises(ValueError, match="q_proj has an adapter of add_lora"):
+        get_peft_model(dense, config(target_parameters=None))
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_adapters_of_pefts_are_not_mixed_with_add_lora(is_packed: bool, tmp_path: Path) -> None:
+    model = adapted(packed_and_dense()[0 if is_packed else 1])
+    model.save_pretrained(tmp_path)
+    before = set(model.state_dict())
+    for change in (add_lora, partial(add_lora, targets="experts"), partial(load_adapter, directory=tmp_path),
+                   partial(save_adapter, directory=tmp_path), partial(export_adapter, directory=tmp_path),
+                   remove_adapters, lambda model: disable_adapters(model).__enter__()):  # fmt: skip
+        with pytest.raises(ValueError, match=r"has PEFT's adapters: .*take them off with its unload\(\) first"):
+            change(model)
+    assert set(model.state_dict()) == before
+    if is_packed:
+        add_lora(model.unload(), targets="experts")
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute in the model")
+def test_a_second_adapter_of_one_name_is_refused() -> None:
+    model, before = packed_and_dense()[0], set()
+    for adapter in ("default", "other"):
+        get_peft_model(model, config(), adapter_name=adapter)
+        assert before < (before := set(model.state_dict()))
+        with pytest.raises(ValueError, match=f"an adapter '{adapter}' of PEFT's already: take it off with unload"):
+            get_peft_model(model, config(), adapter_name=adapter)
+        assert set(model.state_dict()) == before
 
 
 def test_a_packed_layer_that_is_named_like_an_experts_projection(tmp_path: Path) -> None:

@@ -55,6 +55,15 @@ def test_one_projection_alone_and_suffixes() -> None:
     assert list(summary.targets) == ["experts.down_proj", "0.q_proj"]
 
 
+def test_a_string_is_one_target() -> None:
+    assert list(add_lora(Toy(), targets="q_proj").targets) == ["q_proj"]
+    with pytest.raises(ValueError, match="target 'k_proj' matches nothing"):
+        add_lora(Toy(), targets="k_proj")
+    experts = Toy().layers[0].mlp.experts
+    experts.add_lora(2, scaling=1.0, projections="down")
+    assert experts.gate_up_lora_a is None and experts.down_lora_a is not None
+
+
 def test_fault_c22_a_target_that_matches_nothing_is_an_error() -> None:
     model = Toy()
     before = [p.requires_grad for p in model.parameters()]

@@ -101,6 +101,12 @@ def test_fault_c16_dropout_is_refused_in_words(tmp_path: Path) -> None:
         load_adapter(Toy(), tmp_path)
 
 
+def test_a_file_in_place_of_its_folder(tmp_path: Path) -> None:
+    save_adapter(trained(Toy()), tmp_path)
+    with pytest.raises(ValueError, match=f"safetensors is a file: give the adapter's folder, {tmp_path}$"):
+        load_adapter(Toy(), tmp_path / "adapter_model.safetensors")
+
+
 @pytest.mark.parametrize("kind", ["adapter_config.json", "adapter_model.safetensors"])
 def test_missing_and_damaged_files(tmp_path: Path, kind: str) -> None:
     save_adapter(trained(Toy()), tmp_path)

@@ -330,7 +330,12 @@ REFUSED = {
     "rank": (lambda a: change_config(a, r=7), {}, r"expected shape .* got"),
     "keys": (lambda a: change_config(a, target_modules=[]), {}, "has the unexpected .*q_proj"),
     "nan": (poison, {}, "lora_B holds NaN or infinity"),
-    "gone": (lambda a: (a / "adapter_model.safetensors").unlink(), {}, "has no adapter_model.safetensors"),
+    "gone": (lambda a: (a / "adapter_model.safetensors").unlink(), {}, r"^\S*adapter has no adapter_model.safetensors"),
+    "stamped": (
+        lambda a: change_config(a, torch_nvfp4=Stamp("nvfp4").to_json()),
+        {"lora_b_layout": "grouped_by_expert"},
+        r"lora_b_layout='grouped_by_expert' contradicts .*this library wrote the adapter, and that is rank_major",
+    ),
     "layout": (lambda a: None, {"layout": "gguf"}, "layout must be one of modelopt"),
     "both": (lambda a: None, {"layout": "modelopt", "dense": True}, "a dense model has none"),
     "gpt-oss": (lambda a: None, {"layout": "mxfp4"}, "layout mxfp4 is that of gpt-oss"),

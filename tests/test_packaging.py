@@ -136,6 +136,13 @@ def test_import_without_an_install_says_what_to_do(python_path: str) -> None:
     assert "pip install -e ." in message
 
 
+@pytest.mark.parametrize("module", ["hf", "distributed.load"])
+def test_import_without_transformers_says_what_to_install(module: str) -> None:
+    code = f"import sys; sys.modules['transformers'] = None; import torch_nvfp4.{module}"
+    message = run(sys.executable, "-c", code, cwd=ROOT).stderr.strip().splitlines()[-1]
+    assert message == "ModuleNotFoundError: transformers is not installed: pip install 'torch-nvfp4[hf]'"
+
+
 def test_import_is_light() -> None:
     code = """
 import sys, time, torch

@@ -16,6 +16,10 @@
 import importlib.util
 
 from torch import Tensor, nn
+
+from . import _hf  # noqa: F401  (first: it says what to install where transformers is missing)
+
+# isort: split
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ._hf.convert import dequantize_experts, quantize_experts

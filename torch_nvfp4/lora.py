@@ -29,6 +29,7 @@ from ._lora.sites import (
     adapted_sites,
     attach,
     iter_sites,
+    refuse_peft,
     replace_module,
 )
 from ._lora.stamp import KEY, heed, mark, stamp_of
@@ -68,7 +69,7 @@ def add_lora(
     *,
     expert_r: int | None = None,
     rslora: bool = False,
-    targets: Sequence[str] = ("experts", "q_proj", "k_proj", "v_proj", "o_proj"),
+    targets: str | Sequence[str] = ("experts", "q_proj", "k_proj", "v_proj", "o_proj"),
     dtype: torch.dtype = torch.float32,
 ) -> LoRASummary:
     """Put LoRA adapters on the model, in place, and freeze everything else.
@@ -78,16 +79,17 @@ def add_lora(
         R = expert_r and the same alpha: alpha / expert_r, as in PEFT with a rank_pattern.
     targets: "experts" (both projections of every packed experts module), "experts.gate_up_proj" or
         "experts.down_proj"; anything else is the last components of a linear layer's name ("q_proj",
-        "self_attn.q_proj").
+        "self_attn.q_proj"). A string is one target.
     dtype: of the factors; the forward pass casts them to the activations' dtype.
 
     Raises ValueError, before anything is changed, for a rank below 1, a target that matches nothing, and a
-    model that has adapters already or is sharded by FSDP2.
+    model that has adapters already, PEFT's too, or is sharded by FSDP2.
     """
     ranks = {"r": r, "expert_r": r if expert_r is None else expert_r}
     for name, rank in ranks.items():
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {rank!r}")
+    refuse_peft(model)
     sites = list(iter_sites(model))
     adapted = [site.name for site in sites if site.factors is not None]
     if adapted:
@@ -103,15 +105,15 @@ def add_lora(
     return LoRASummary(sum(counts.values()), _count_values(model), counts)
 
 
-def chosen_sites(model: nn.Module, targets: Sequence[str]) -> list[Site]:
+def chosen_sites(model: nn.Module, targets: str | Sequence[str]) -> list[Site]:
     """What `add_lora` adapts for these targets, in the order in which it draws the factors."""
     return list(_choose(list(iter_sites(model)), targets))
 
 
-def _choose(sites: Sequence[Site], targets: Sequence[str]) -> dict[Site, str]:
+def _choose(sites: Sequence[Site], targets: str | Sequence[str]) -> dict[Site, str]:
     """Site -> the first target that names it; ValueError for a target that names none."""
     chosen: dict[Site, str] = {}
-    for target in targets:
+    for target in (targets,) if isinstance(targets, str) else targets:
         found = [site for site in sites if _matches(site, target)]
         if not found:
             raise ValueError(_nothing_matched(target, sites))
@@ -224,6 +226,7 @@ def load_adapter(
     this library does not do. Warns where the adapter was trained merge-aware and the model is not
     (`torch_nvfp4.nn.set_numerics`).
     """
+    refuse_peft(model)
     to_shards(model)
     found = read_for(Path(directory), list(iter_sites(model)), lora_b_layout)
     _check_same_adapters(model, found.specs)
@@ -256,6 +259,7 @@ def _check_same_adapters(model: nn.Module, specs: dict[Site, LoRASpec]) -> None:
 
 def remove_adapters(model: nn.Module) -> None:
     """Take every adapter off the model, in place; base weights are as they were, and stay frozen."""
+    refuse_peft(model)
     mark((site.module for site in adapted_sites(model)), False)
     for site in adapted_sites(model):
         if isinstance(site.module, LoRALinear):
@@ -275,6 +279,7 @@ def disable_adapters(model: nn.Module, kind: Literal["all", "experts"] = "all") 
     """
     if kind not in ("all", "experts"):
         raise ValueError(f"kind must be 'all' or 'experts', got {kind!r}")
+    refuse_peft(model)
     sites = [site for site in adapted_sites(model) if kind == "all" or site.is_experts]
     if is_sharded(model):
         off: dict[tuple[nn.Module, str], float | None] = {(site.module, site.scaling_name): 0.0 for site in sites}

@@ -100,7 +100,8 @@ def _match(
             return skeleton, found
         except ValueError as error:
             errors.append(error)
-    raise MergeError(f"{adapter}: {errors[0]}") from errors[0]
+    said = str(errors[0])  # which has the folder's name already where a file of it is missing or damaged
+    raise MergeError(said if str(adapter) in said else f"{adapter}: {said}") from errors[0]
 
 
 def _differs(checkpoint: MergedCheckpoint, stamp: Stamp, dense: bool) -> str | None:

@@ -12,11 +12,11 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraModel
+from peft.tuners.lora import LoraLayer, LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from .._lora.sites import Site, stock_layout_of
+from .._lora.sites import Site, adapted_sites, stock_layout_of
 from ..nn import PROJECTIONS, NVFP4Experts, NVFP4Linear
 from .peft_layers import refuse_merge, wrap, wrap_plain
 from .peft_targets import check_targets
@@ -33,6 +33,7 @@ def install() -> None:
     @functools.wraps(inject)
     def inject_adapter(self: LoraModel, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = self.peft_config[adapter_name]
+        _check_adapters(model, adapter_name)
         _check_config(config, model)
         with _stock_parameters(model) as any_packed:
             if any_packed:
@@ -67,9 +68,29 @@ def install() -> None:
     patched.inject_adapter, patched._create_new_module = inject_adapter, staticmethod(create_new_module)
 
 
+def _check_adapters(model: nn.Module, adapter_name: str) -> None:
+    """Adapters on the model beside which PEFT would put its own wrongly, or say that it has a bug."""
+    for site in adapted_sites(model):
+        raise ValueError(
+            f"{site.name} has an adapter of add_lora: save_adapter, then remove_adapters, or use that alone"
+        )
+    if not _packed_types(model):
+        return
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and adapter_name in module.lora_A:
+            raise ValueError(
+                f"the model has an adapter {adapter_name!r} of PEFT's already: take it off with unload() first; a "
+                "further one is added by add_adapter, under another name"
+            )
+
+
+def _packed_types(model: nn.Module) -> set[type[nn.Module]]:
+    return {type(module) for module in model.modules() if isinstance(module, NVFP4Experts | NVFP4Linear)}
+
+
 def _check_config(config: Any, model: nn.Module) -> None:
     """What would pass over packed modules in silence, or touch them otherwise than by an adapter."""
-    packed = [type(module) for module in model.modules() if isinstance(module, NVFP4Experts | NVFP4Linear)]
+    packed = _packed_types(model)
     if packed and config.bias != "none":
         raise ValueError(f"bias={config.bias!r} is not supported on packed weights: their biases are frozen")
     if NVFP4Linear in packed and config.target_modules == "all-linear":

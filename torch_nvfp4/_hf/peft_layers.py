@@ -184,8 +184,6 @@ def wrap(target: nn.Module, adapter_name: str, *, config: LoraConfig, **kwargs: 
     """The LoRA layer for a packed module, or for PEFT's wrapper of one; ValueError says what cannot be adapted."""
     base = target.get_base_layer() if isinstance(target, layer.LoraLayer) else target
     name, parameter = kwargs["target_name"], kwargs.pop("parameter_name", None)
-    if any("lora_" in key for key, _ in base.named_parameters(recurse=False)):
-        raise ValueError(f"{name} has an adapter of add_lora: save_adapter, then remove_adapters, or use that alone")
     if parameter is not None:
         return ParamWrapper(target, adapter_name, parameter_name=parameter, config=config, **kwargs)
     if isinstance(base, NVFP4Experts):

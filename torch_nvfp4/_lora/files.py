@@ -41,6 +41,8 @@ def write_adapter(directory: Path, state: Mapping[str, Tensor], config: Mapping[
 
 def read_adapter(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the config of an adapter directory; ValueError says what is missing or damaged."""
+    if directory.is_file():
+        raise ValueError(f"{directory} is a file: give the adapter's folder, {directory.parent}")
     for name in (CONFIG, WEIGHTS):
         if not (directory / name).is_file():
             raise ValueError(f"{directory} has no {name}: not an adapter, or its saving was interrupted")

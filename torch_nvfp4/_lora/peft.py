@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .sharded import to_shards, whole
-from .sites import LoRASpec, Site, adapted_sites, clean_path, iter_sites, stock_layout_of
+from .sites import LoRASpec, Site, adapted_sites, clean_path, iter_sites, saved_sites, stock_layout_of
+from .stamp import KEY
 
 KEY_PREFIX = "base_model.model."
 
@@ -138,9 +139,7 @@ def has_suffix(name: str, suffix: str) -> bool:
 
 def config_of(model: nn.Module) -> PeftConfig:
     """The config with which stock PEFT puts exactly this model's adapters on the stock dense model."""
-    sites, adapted = list(iter_sites(model)), adapted_sites(model)
-    if not adapted:
-        raise ValueError("the model has no adapters: call add_lora or load_adapter first")
+    sites, adapted = list(iter_sites(model)), saved_sites(model)
     specs = {site: site.spec for site in adapted}
     rslora = all(spec.rslora for spec in specs.values())
     if not rslora:  # where adapters of both kinds meet, state those of the other kind as alpha / r too
@@ -264,6 +263,11 @@ def _is_grouped(data: Mapping[str, Any], told: BLayout | None) -> bool:
             raise ValueError(f"{name} must be one of {', '.join(get_args(BLayout))}, got {value!r}")
     if stamped and told and stamped != told:
         raise ValueError(f"lora_b_layout={told!r} contradicts adapter_config.json, which says {stamped!r}")
+    if told == "grouped_by_expert" and not stamped and data.get(KEY) is not None:
+        raise ValueError(
+            f"lora_b_layout={told!r} contradicts adapter_config.json: its {KEY!r} says that this library wrote the "
+            "adapter, and that is rank_major; leave lora_b_layout out"
+        )
     return (stamped or told) == "grouped_by_expert"
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import stacked
 from .peft import KEY_PREFIX, TAKEN_FOR_EXPERTS, PeftConfig, is_interleaved, keys_of
 from .sharded import to_shards, whole
-from .sites import LoRASpec, Site, adapted_sites
+from .sites import LoRASpec, Site, adapted_sites, saved_sites
 from .strict import check_keys, check_tensor
 
 _KEY = re.compile(rf"{re.escape(KEY_PREFIX)}(.*\bexperts)\.\d+\.(\w+)\.lora_[AB]\.weight")
@@ -58,9 +58,7 @@ def _roles(site: Site) -> tuple[str, ...]:
 
 def per_expert_config(model: nn.Module) -> PeftConfig:
     """ValueError where ranks or strengths differ: what reads this layout knows one of each."""
-    sites = adapted_sites(model)
-    if not sites:
-        raise ValueError("the model has no adapters: call add_lora or load_adapter first")
+    sites = saved_sites(model)
     specs = {site.spec for site in sites}
     if len(specs) > 1:
         raise ValueError(f"this layout needs adapters of one rank and one alpha, the model has {len(specs)} kinds")

@@ -1,9 +1,10 @@
 """Where adapters can sit: one `Site` for each projection of a model that can carry LoRA factors."""
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -184,6 +185,25 @@ def iter_sites(model: nn.Module) -> Iterator[Site]:
 
 def adapted_sites(model: nn.Module) -> list[Site]:
     return [site for site in iter_sites(model) if site.factors is not None]
+
+
+def saved_sites(model: nn.Module) -> list[Site]:
+    """The adapted sites; ValueError where there are none to save."""
+    refuse_peft(model)
+    sites = adapted_sites(model)
+    if not sites:
+        raise ValueError("the model has no adapters: call add_lora or load_adapter first")
+    return sites
+
+
+def refuse_peft(model: nn.Module) -> None:
+    """ValueError where PEFT has put adapters on the model, whose layers are no sites. Nothing here imports PEFT."""
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is not None and any(isinstance(module, peft.BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            "the model has PEFT's adapters: use PEFT's own methods (add_adapter, load_adapter, "
+            "save_pretrained, disable_adapter), or take them off with its unload() first"
+        )
 
 
 def attach(model: nn.Module, site: Site, spec: LoRASpec, dtype: torch.dtype) -> Site:

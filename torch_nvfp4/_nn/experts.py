@@ -210,12 +210,13 @@ class NVFP4Experts(Numerics, Packed):
         r: int,
         *,
         scaling: float,
-        projections: tuple[ProjectionName, ...] = PROJECTIONS,
+        projections: ProjectionName | tuple[ProjectionName, ...] = PROJECTIONS,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Give every expert LoRA factors of rank r: A kaiming-uniform, B zero; the delta is scaling · b @ a."""
         if r < 1:
             raise ValueError(f"r must be at least 1, got {r}")
+        projections = (projections,) if isinstance(projections, str) else projections
         check_projections(projections)
         for projection in projections:
             if getattr(self, f"{projection}_lora_a") is not None:

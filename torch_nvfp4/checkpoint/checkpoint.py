@@ -180,5 +180,6 @@ def _linear_entry(weight: Packed) -> LinearEntry:
 
 def _get(known: dict[str, Any], key: str, where: str, folder: Path) -> Any:
     if key not in known:
-        raise CheckpointError(f"{folder}: {key!r} is not among `{where}`")
+        some = f"{len(known):,}, the first is {next(iter(known))!r}" if known else "there are none"
+        raise CheckpointError(f"{folder}: {key!r} is not among `{where}` ({some})")
     return known[key]

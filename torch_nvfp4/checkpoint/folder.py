@@ -30,6 +30,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 def read_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor of the folder, from `model.safetensors` or from the shards that its index names."""
+    if folder.is_file():
+        raise CheckpointError(f"{folder}: is a file: give the folder that it is in, {folder.parent}")
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     single, index = folder / WEIGHTS, folder / INDEX

@@ -41,9 +41,15 @@ def empty_model(folder: str | Path, *, dtype: torch.dtype | None = None, **optio
     dtype: of what is not packed; None for the checkpoint's. options: as `AutoModelForCausalLM.from_config` takes them,
         such as attn_implementation.
 
-    ValueError for a checkpoint that is not packed and for tensors that transformers would have to compute from others.
+    ValueError for a folder that is not there or whose config.json cannot be read, for a checkpoint that is not packed,
+    and for tensors that transformers would have to compute from others.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if not Path(folder).is_dir():  # which transformers would look for on the hub
+        raise ValueError(f"{folder} is no folder here: only a packed checkpoint in one is loaded in parts")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{folder} has no config.json that transformers can read ({str(e).splitlines()[0]})") from e
     files = sorted(str(path) for path in Path(folder).glob("*.safetensors"))
     quantizer, config, _ = get_hf_quantizer(config, None, None, True, {})
     if not isinstance(quantizer, PackedQuantizer) or not files:

@@ -17,6 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from .. import _hf  # noqa: F401  (first: it says what to install where transformers is missing)
+
+# isort: split
 from transformers import PreTrainedModel
 
 from ..checkpoint import Checkpoint, CheckpointError, PackedWeight

@@ -8,10 +8,11 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_nvfp4.train.config import FinetuneError
+from torch_nvfp4.train.config import FinetuneConfig, FinetuneError
 
 _CPP_PROGRAM = "#include <cmath>\nint main() { return std::isnan(1.0f); }\n"
 _C_PROGRAM = "#include <stdint.h>\nint main(void) { return 0; }\n"
@@ -64,6 +65,16 @@ def choose(mode: str, device: str) -> tuple[bool, str]:
             f"--compile on: torch.compile has {result.missing} here: {result.remedy}, or use --compile off"
         )
     return False, f"torch.compile has {result.missing} here, so this runs eager; to compile: {result.remedy}"
+
+
+def symbolic_sizes(config: FinetuneConfig) -> AbstractContextManager[None]:
+    """Where experts are split, how many tokens travel differs from step to step: one graph for all such sizes."""
+    if not config.ep or config.compile != "on":
+        return nullcontext()
+    import torch._dynamo.config as dynamo
+
+    patched: AbstractContextManager[None] = dynamo.patch(capture_scalar_outputs=True)
+    return patched
 
 
 def _inductor_choice() -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class FinetuneConfig:
     batch: int = _flag(4, "Sequences in a forward pass.")
     seq_len: int = _flag(256, "Tokens in a sequence.")
     grad_accum: int = _flag(1, "Forward passes in an optimiser step.")
-    warmup: int = _flag(10, "Steps over which the learning rate rises.")
+    warmup: int = _flag(None, "Steps over which the learning rate rises. Default: a tenth of --steps, 10 at most.")
     weight_decay: float = _flag(0.0, "Weight decay of the optimiser.")
     clip: float = _flag(1.0, "Largest gradient norm; 0 does not clip.")
     format: str = _flag("nvfp4", "Format that dense experts are quantised to: nvfp4 or mxfp4.")
@@ -96,6 +96,14 @@ class FinetuneConfig:
     seed: int = _flag(0, "Seed of the adapters and of the data order.")
     resume: str = _flag("auto", "auto (newest checkpoint in --output, if any), never, or a checkpoint folder.")
     plot: bool = _flag(True, "Draw loss.png.")
+
+    def __post_init__(self) -> None:
+        for name in ("text", "dataset", "eval_text", "eval_dataset", "targets"):
+            if isinstance(value := getattr(self, name), str | Path):  # a string would be taken by its letters
+                object.__setattr__(self, name, (value,))
+        warmup: Any = self.warmup
+        if warmup is None:  # not given
+            object.__setattr__(self, "warmup", min(10, self.steps // 10))
 
     def validate(self) -> None:
         """Raise FinetuneError, naming the flag, if a value can train nothing."""

@@ -80,6 +80,8 @@ def read(file: Path) -> dict[str, Any]:
             raise FinetuneError(f"{file}: there is no setting {key!r}: the closest flag is {flag(_closest(name))}")
         if name in result:
             raise FinetuneError(f"{file}: {key!r} is there twice: delete one")
+        if name == "compile" and isinstance(value, bool):  # for YAML 1.1, on and off are booleans
+            value = "on" if value else "off"
         try:
             result[name] = _convert(_kinds()[name], value)
         except (TypeError, ValueError, OverflowError):
@@ -90,7 +92,7 @@ def read(file: Path) -> dict[str, Any]:
 def write(config: FinetuneConfig, file: Path) -> None:
     """Write every setting; `read` gives the same ones back."""
     settings = {f.name: _plain(getattr(config, f.name)) for f in fields(config)}
-    file.write_text(_yaml().safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    file.write_text(load_yaml().safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:
@@ -100,7 +102,7 @@ def _plain(value: Any) -> Any:
 
 
 def _mapping(file: Path) -> dict[Any, Any]:
-    yaml = _yaml()
+    yaml = load_yaml()
     try:
         text = file.read_text(encoding="utf-8-sig")
         _refuse_repeats(file, yaml.compose(text, Loader=yaml.SafeLoader))
@@ -170,11 +172,12 @@ def _wanted(kind: Any, value: Any) -> str:
         tuple[Path, ...]: "a path, or a list of paths",
         tuple[str, ...]: "a text, or a list of texts",
     }
-    quotes = kind is str and value is not None  # a bare `on` is a boolean, a bare 3 a number
+    quotes = kind is str and value is not None  # a bare `no` is a boolean, a bare 3 a number
     return words[kind] + (" (in quotes: YAML reads it as something else)" if quotes else "")
 
 
-def _yaml() -> Any:
+def load_yaml() -> Any:
+    """PyYAML; FinetuneError where it is not installed."""
     try:
         import yaml
     except ModuleNotFoundError:

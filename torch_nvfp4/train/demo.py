@@ -25,6 +25,7 @@ from torch_nvfp4.train.demo_base import BaseRecipe, BaseReport, make_base
 from torch_nvfp4.train.demo_merge import MergeFigures
 from torch_nvfp4.train.demo_text import hold_out, source_files
 from torch_nvfp4.train.loop import finetune
+from torch_nvfp4.train.needs import check_needs
 from torch_nvfp4.train.report import FinetuneResult, size
 from torch_nvfp4.train.step import mean_loss
 
@@ -57,6 +58,8 @@ def run_demo(output: Path, *, seed: int = 0, format: str = "nvfp4", console: Con
     """
     console = console or Console()
     start = time.perf_counter()
+    config = finetune_config(output, seed, format)
+    check_needs(config)
     prepare_folder(output)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -64,7 +67,6 @@ def run_demo(output: Path, *, seed: int = 0, format: str = "nvfp4", console: Con
     base = make_base(output / "base", recipe=BaseRecipe(), seed=seed, console=console)
     console.print(f"base: held-out documentation {base.held_out_loss:.3f} nat per token, {base.seconds:.0f} s")
     console.rule(f"2. quantised to {format.upper()} and fine-tuned on Python's source code")
-    config = finetune_config(output, seed, format)
     result = finetune(config, console=console)
     console.rule("3. the adapter in stock PEFT, on the dequantised model")
     peft_loss = stock_peft_loss(config, output / "dequantized", console)

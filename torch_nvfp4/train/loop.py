@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, Interrupted,
 from torch_nvfp4.train.data import TokenData, eval_batches, load_data, train_batch
 from torch_nvfp4.train.device import choose_device, inspect_machine
 from torch_nvfp4.train.model import load_description, load_model, weights_digest
+from torch_nvfp4.train.needs import check_needs
 from torch_nvfp4.train.packing import check_separation
 from torch_nvfp4.train.plot import write_plot
 from torch_nvfp4.train.ranks import ALONE, Ranks, joined
@@ -70,22 +70,13 @@ def finetune(config: FinetuneConfig, *, console: Console | None = None) -> Finet
         Interrupted: Ctrl-C or SIGTERM while training; the state is saved.
     """
     config.validate()
+    check_needs(config)
     device, device_note = choose_device(config.device, inspect_machine())
-    with joined(config, device) as ranks, _symbolic_sizes(config):
+    with joined(config, device) as ranks, compilers.symbolic_sizes(config):
         console = (console or Console()) if ranks.is_first else Console(quiet=True)
         run = _prepare(config, console, device, device_note, ranks)
         _train(run)
         return _finish(run)
-
-
-def _symbolic_sizes(config: FinetuneConfig) -> AbstractContextManager[None]:
-    """Where experts are split, how many tokens travel differs from step to step: one graph for all such sizes."""
-    if not config.ep or config.compile != "on":
-        return nullcontext()
-    import torch._dynamo.config as dynamo
-
-    patched: AbstractContextManager[None] = dynamo.patch(capture_scalar_outputs=True)
-    return patched
 
 
 def _prepare(config: FinetuneConfig, console: Console, device: str, device_note: str, ranks: Ranks) -> _Run:

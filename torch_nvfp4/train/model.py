@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torch_nvfp4._lora.sharded import whole
 from torch_nvfp4.distributed import ParallelExperts
+from torch_nvfp4.nn import NVFP4Experts
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, one_line
 
 _TOKENIZER_FILES = (
@@ -66,8 +67,19 @@ def load_model(config: FinetuneConfig, device: str) -> nn.Module:
         raise FinetuneError(
             f"{config.model} lacks {len(missing)} weights, first {missing[0]}: copy the whole folder again"
         )
+    check_format(config, model)
     placed: nn.Module = model.to(device)
     return placed
+
+
+def check_format(config: FinetuneConfig, model: nn.Module) -> None:
+    """Refuse a --format, other than the default, that is not that of experts which are packed already."""
+    packed = {module.format for module in model.modules() if isinstance(module, NVFP4Experts)}
+    if packed and config.format not in packed | {FinetuneConfig.format}:
+        raise FinetuneError(
+            f"--format {config.format}: the experts of {config.model} are packed already, in "
+            f"{' and '.join(sorted(packed))}: leave --format out, or give the dense model"
+        )
 
 
 def weights_digest(model: nn.Module) -> str:

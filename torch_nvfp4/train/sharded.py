@@ -22,7 +22,7 @@ from torch_nvfp4.distributed.adapters import part_of
 from torch_nvfp4.distributed.shard import _layers
 from torch_nvfp4.train import memory
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, one_line
-from torch_nvfp4.train.model import load_model, weights_digest
+from torch_nvfp4.train.model import check_format, load_model, weights_digest
 from torch_nvfp4.train.ranks import Ranks
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -94,6 +94,7 @@ def _in_parts(config: FinetuneConfig, ranks: Ranks, device: str, adapt: Callable
 
     try:
         model = empty_model(config.model, dtype=getattr(torch, config.dtype))
+        check_format(config, model)
         expansion = memory.expansion(model, memory.dense_bytes(model))
         adapt(model)
         layers = _share_out(config, model, ranks)
