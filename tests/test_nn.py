@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from torch_nvfp4 import NVFP4Experts, NVFP4Linear
 from torch_nvfp4.format import get_format, quantize
@@ -112,6 +113,22 @@ def test_state_dict_round_trip(make: type, format: str, tmp_path: Path) -> None:
         fresh.load_state_dict(state, strict=True)
         assert_packed_is(fresh, packed(module))
         assert torch.equal(call(fresh), wanted)
+
+
+@each_module
+def test_an_average_of_parameters_can_leave_packed_bits_alone(make: type) -> None:
+    """As docs/transformers.md has it."""
+    module = make()
+    mean = AveragedModel(module, avg_fn=lambda mean, new, n: mean.lerp(new, 0.01) if mean.is_floating_point() else new)
+    before = call(mean.module)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora" in name:
+                parameter.add_(1)
+    for _ in range(3):
+        mean.update_parameters(module)
+    assert_packed_is(mean.module, packed(module))
+    assert not torch.equal(call(mean.module), before)
 
 
 @pytest.mark.parametrize("assign", [False, True])
