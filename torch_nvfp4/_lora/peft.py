@@ -151,8 +151,7 @@ def config_of(model: nn.Module) -> PeftConfig:
     r = Counter(spec.r for spec in leading).most_common(1)[0][0]
     alpha = Counter(spec.alpha for spec in leading).most_common(1)[0][0]
     names = _target_names(sites)
-    everything = [clean_path(name) for name, _ in (*model.named_modules(), *model.named_parameters())]
-    everything += [name for site in sites for name in (site.name, f"{site.name}.weight")]
+    everything = all_names(model)
     modules = [names[site] for site in adapted if names[site] == site.name and not site.is_experts]
     parameters = [names[site] for site in adapted if names[site] not in modules]
     return PeftConfig(
@@ -161,9 +160,15 @@ def config_of(model: nn.Module) -> PeftConfig:
         use_rslora=rslora,
         rank_pattern=_patterns({names[site]: spec.r for site, spec in specs.items()}, r),
         alpha_pattern=_patterns({names[site]: spec.alpha for site, spec in specs.items()}, alpha),
-        target_modules=_suffixes(modules, everything),
-        target_parameters=_suffixes(parameters, everything, after_layer_index=True),
+        target_modules=suffixes(modules, everything),
+        target_parameters=suffixes(parameters, everything, after_layer_index=True),
     )
+
+
+def all_names(model: nn.Module) -> list[str]:
+    """What a target could match: modules and parameters, here and in the stock model."""
+    names = [clean_path(name) for name, _ in (*model.named_modules(), *model.named_parameters())]
+    return names + [name for site in iter_sites(model) for name in (site.name, f"{site.name}.weight")]
 
 
 def _target_names(sites: Sequence[Site]) -> dict[Site, str]:
@@ -182,11 +187,11 @@ def _patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
     for value in sorted(set(values.values()) - {default}):
         names = [name for name, v in values.items() if v == value]
         others = [name for name, v in values.items() if v != value]
-        patterns |= {suffix: value for suffix in _suffixes(names, others, after_layer_index=True)}
+        patterns |= {suffix: value for suffix in suffixes(names, others, after_layer_index=True)}
     return patterns
 
 
-def _suffixes(names: Sequence[str], everything: Iterable[str], *, after_layer_index: bool = False) -> list[str]:
+def suffixes(names: Sequence[str], everything: Iterable[str], *, after_layer_index: bool = False) -> list[str]:
     """Dotted suffixes that match all of `names` and nothing else of `everything`, as short as can be.
 
     `after_layer_index`: never shorter than what follows the last number, as in "mlp.experts.down_proj".
