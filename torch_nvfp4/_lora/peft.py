@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .sharded import to_shards, whole
 from .sites import LoRASpec, Site, adapted_sites, clean_path, iter_sites, stock_layout_of
+from .strict import check_fields
 
 KEY_PREFIX = "base_model.model."
 
@@ -273,7 +274,7 @@ def _is_grouped(data: Mapping[str, Any], told: BLayout | None) -> bool:
 
 
 def config_from_json(data: Mapping[str, Any], lora_b_layout: BLayout | None = None) -> PeftConfig:
-    """Read adapter_config.json's content; ValueError names a field that this library cannot honour."""
+    """Read adapter_config.json's content; ValueError names a field that is wrong, or that cannot be honoured here."""
     if data.get("peft_type") != "LORA":
         raise ValueError(f"adapter_config.json: peft_type is {data.get('peft_type')!r}, only 'LORA' is supported")
     chosen = (f"{name}={data[name]!r}" for name, unused in _CHOOSES.items() if data.get(name) not in unused)
@@ -281,15 +282,13 @@ def config_from_json(data: Mapping[str, Any], lora_b_layout: BLayout | None = No
     if option:
         hint = _DROPOUT_HINT if option.startswith("lora_dropout") else ""
         raise ValueError(f"adapter_config.json: {option} is not supported{hint}")
-    r, alpha = data.get("r"), data.get("lora_alpha")
-    if not isinstance(r, int) or r < 1 or not isinstance(alpha, int | float):
-        raise ValueError(f"adapter_config.json: r={r!r}, lora_alpha={alpha!r} must be a rank (1 or more) and a number")
+    check_fields(data)
     modules = data.get("target_modules") or ()
     if modules == "all-linear":
         raise ValueError("adapter_config.json: target_modules='all-linear' is not supported, name the layers")
     return PeftConfig(
-        r=r,
-        lora_alpha=alpha,
+        r=data["r"],
+        lora_alpha=data["lora_alpha"],
         use_rslora=bool(data.get("use_rslora")),
         rank_pattern=data.get("rank_pattern") or {},
         alpha_pattern=data.get("alpha_pattern") or {},
