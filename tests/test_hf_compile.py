@@ -1,9 +1,11 @@
 """Packed models under torch.compile(fullgraph=True), every architecture, training and eval."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+from golden_models import GOLDEN, QWEN, load
 from hf_models import (
     ARCHITECTURES,
     ONE_LAYER,
@@ -72,6 +74,20 @@ def test_router_logits_and_auxiliary_loss_in_one_graph(architecture: str) -> Non
     for layer, stock in zip(output.router_logits, expected.router_logits, strict=True):
         torch.testing.assert_close(layer, stock, rtol=1e-5, atol=1e-5)
     assert_same_grads(grads, expected_grads)
+
+
+def test_packed_models_are_pickled_with_their_hooks() -> None:
+    """Packed here, loaded packed, and before or after a forward; what records then still does."""
+    for model in (quantize_experts(make_model("qwen3_moe")), load(GOLDEN / QWEN)):
+        asked = dict(input_ids=token_ids() % model.config.vocab_size, use_cache=False, output_router_logits=True)
+        pickled = [pickle.dumps(model)]
+        expected = model(**asked)
+        pickled.append(pickle.dumps(model))
+        for data in pickled:
+            found = pickle.loads(data)(**asked)
+            assert torch.equal(found.logits, expected.logits)
+            assert len(found.router_logits) == len(expected.router_logits) == model.config.num_hidden_layers
+            assert all(map(torch.equal, found.router_logits, expected.router_logits))
 
 
 def test_router_logits_are_recorded_once() -> None:

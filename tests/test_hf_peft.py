@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torch_nvfp4.hf import dequantize_experts, quantize_experts
 from torch_nvfp4.lora import add_lora, disable_adapters, export_adapter, load_adapter, remove_adapters, save_adapter
-from torch_nvfp4.nn import NVFP4Experts, NVFP4Linear
+from torch_nvfp4.nn import NVFP4Experts, NVFP4Linear, set_numerics
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SAME = dict(rtol=0, atol=1e-5)  # fp32 models; logits are of order 1
@@ -204,6 +204,34 @@ def test_each_sample_of_a_batch_uses_the_adapter_that_it_names(architecture: str
         logits(model, adapter_names=["default"] * 5)
 
 
+@pytest.mark.parametrize("numerics", [{"merge_aware": True}, {"compute": "w4a4"}])
+def test_each_sample_of_a_batch_is_computed_with_the_numerics_that_are_set(numerics: dict[str, Any]) -> None:
+    """Of experts and of a packed layer; merge-aware, each adapter makes another packed weight."""
+    packed, _ = packed_and_dense()
+    model = adapted(packed)
+    model.add_adapter("second", config(r=2, lora_alpha=9))
+    randomize_adapters(model)
+    usual = logits(model)
+    set_numerics(model, **numerics)
+    q_proj = model.base_model.model.model.layers[0].self_attn.q_proj
+    x, expected, of_layer = torch.randn(3, 5, 32), {}, {}
+    for name in ("default", "second"):
+        model.set_adapter(name)
+        expected[name], of_layer[name] = logits(model), q_proj(x)
+    with model.disable_adapter():
+        expected["__base__"], of_layer["__base__"] = logits(model), q_proj(x)
+        assert torch.equal(q_proj(x, adapter_names=["second"] * 3), of_layer["__base__"])
+    model.set_adapter("default")
+    assert not torch.allclose(usual, expected["default"], **SAME)
+    for names in (["default", "second"], ["second", "__base__"], ["second", "second"]):
+        found = logits(model, adapter_names=names)
+        torch.testing.assert_close(found, torch.stack([expected[n][i] for i, n in enumerate(names)]), **SAME)
+    names = ["second", "__base__", "default"]
+    found = q_proj(x, adapter_names=names)
+    torch.testing.assert_close(found, torch.stack([of_layer[n][i] for i, n in enumerate(names)]), **SAME)
+    assert q_proj(x[:0], adapter_names=[]).shape == found[:0].shape
+
+
 class Watch(TorchDispatchMode):
     """Names of the ops that run, and the largest floating-point result of any."""
 
@@ -238,6 +266,23 @@ def test_dropout_works_on_linear_layers() -> None:
     assert torch.equal(logits(model), expected)
     model.train()
     assert not torch.equal(logits(model), logits(model))
+
+
+def test_dropout_has_no_place_in_a_merge_aware_forward() -> None:
+    """Nor does it change what trains without it, or what is evaluated."""
+    model = adapted(packed_and_dense()[0], target_modules=["q_proj"], target_parameters=None, lora_dropout=1e-9)
+    usual = logits(model)
+    set_numerics(model, merge_aware=True)
+    merged = logits(model)
+    assert not torch.allclose(merged, usual, **SAME)
+    model.train()
+    with pytest.raises(ValueError, match="lora_dropout drops inputs of the adapter alone.*set lora_dropout=0, or set_"):
+        logits(model)
+    with model.disable_adapter():
+        logits(model)
+    set_numerics(model, compute="w4a4", merge_aware=False)
+    found = logits(model)  # the base's product has 4-bit activations, as without dropout
+    torch.testing.assert_close(found, logits(model.eval()), **SAME)
 
 
 def test_dropouts_mask_is_the_same_when_a_checkpoint_recomputes() -> None:

@@ -1,5 +1,7 @@
 """Quantisation-aware training of transformers' models: experts and linear layers, trained dense and saved packed."""
 
+import copy
+import pickle
 from pathlib import Path
 
 import packed_models
@@ -106,6 +108,16 @@ def test_compiled_with_experts() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
     for name, parameter in model.named_parameters():
         assert (parameter.grad - gradients[name]).norm() <= 0.02 * gradients[name].norm() + 1e-6, name
+
+
+def test_prepared_experts_are_copied_and_pickled() -> None:
+    model = prepare_qat(make_model("qwen3_moe", **ONE_LAYER["qwen3_moe"]), activations=True, modules=body)
+    expected = logits(model)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(again), expected)
+        assert type(again.model.layers[0].mlp.experts) is type(model.model.layers[0].mlp.experts)
+        convert_qat(again)
+        torch.testing.assert_close(logits(again), logits(convert_qat(copy.deepcopy(model))), rtol=0, atol=0)
 
 
 def test_refused_in_words() -> None:

@@ -17,9 +17,9 @@ from test_checkpoint_save import differing, stored_as
 from test_hf_pretrained import gpt_oss_mxfp4
 from transformers import AutoModel, PreTrainedModel
 
-from torch_nvfp4 import set_numerics
+from torch_nvfp4 import convert_qat, set_numerics
 from torch_nvfp4.checkpoint import CheckpointError, open_checkpoint, use_input_scales
-from torch_nvfp4.hf import PackedConfig, pack_on_load, quantize_experts, save_packed
+from torch_nvfp4.hf import PackedConfig, pack_on_load, prepare_qat, quantize_experts, save_packed
 from torch_nvfp4.lora import add_lora
 from torch_nvfp4.nn import NVFP4Experts
 
@@ -89,6 +89,35 @@ def test_a_model_that_was_packed_here(name: str, layout: str, tmp_path: Path) ->
     written = {key.removesuffix("_packed") for key in stored_as(tmp_path / "out") if not key.endswith("_scale")}
     written = {key for key in written if not key.endswith(("_scale_2", "_scale"))}
     assert written == stored_as(tmp_path / "dense").keys() and dense.config.model_type == model.config.model_type
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral", "olmoe", "deepseek_v3"])
+def test_save_pretrained_of_a_model_that_was_packed_here(name: str, tmp_path: Path) -> None:
+    """The tensors and the declaration of save_packed; afterwards the model is to transformers what it was."""
+    model: Any = quantize_experts(make_model(name))
+    model.save_pretrained(tmp_path / "a", max_shard_size="40KB")
+    save_packed(model, tmp_path / "b")
+    assert differing(tmp_path / "a", stored_as(tmp_path / "b")) == set()
+    declared = [read_config(tmp_path / folder)["quantization_config"] for folder in "ab"]
+    assert declared[0] == declared[1] and declared[0]["quant_method"] == "modelopt"
+    same_model(model, tmp_path / "a")
+    assert not hasattr(model, "hf_quantizer") and not hasattr(model.config, "quantization_config")
+
+
+def test_save_pretrained_after_qat(tmp_path: Path) -> None:
+    model: Any = prepare_qat(make_model("qwen3_moe"), modules=lambda path, _: path != "lm_head")
+    convert_qat(model).save_pretrained(tmp_path)
+    same_model(model, tmp_path)
+
+
+def test_save_pretrained_with_adapters_of_add_lora_keeps_what_a_trainer_resumes_from(tmp_path: Path) -> None:
+    model, again = (quantize_experts(make_model("qwen3_moe", seed=seed)) for seed in (0, 1))
+    for each in (model, again):
+        add_lora(each, r=2)
+    with pytest.warns(UserWarning, match="from_pretrained does not: save the adapters with save_adapter, and the base"):
+        model.save_pretrained(tmp_path)  # type: ignore[operator]
+    again.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_gpt_oss_that_was_packed_here_has_too_many_global_scales_for_modelopt(tmp_path: Path) -> None:

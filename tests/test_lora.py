@@ -75,10 +75,18 @@ def test_fault_c22_a_target_that_matches_nothing_is_an_error() -> None:
     assert not adapter_state_dict(model)
 
 
-@pytest.mark.parametrize("options", [{"r": 0}, {"r": -1}, {"r": 2.0}, {"expert_r": 0}])
+@pytest.mark.parametrize("options", [{"r": 0}, {"r": -1}, {"r": 2.0}, {"r": True}, {"expert_r": 0}])
 def test_a_rank_below_one_is_an_error(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must be an integer of at least 1"):
         add_lora(Toy(), targets=("experts",), **options)
+
+
+@pytest.mark.parametrize("alpha", [math.nan, math.inf, True, "8"])
+def test_an_alpha_that_is_not_finite_is_an_error(alpha: object) -> None:
+    model = Toy()
+    with pytest.raises(ValueError, match=f"alpha must be a finite number, got {alpha!r}"):
+        add_lora(model, alpha=alpha)
+    assert not adapter_state_dict(model) and all(p.requires_grad for p in model.layers[0].q_proj.parameters())
 
 
 def test_a_second_set_of_adapters_is_refused() -> None:

@@ -3,7 +3,9 @@
 import contextlib
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +74,30 @@ BROKEN: dict[str, tuple[Callable[[dict, dict], object], str]] = {
         lambda s, c: c.update(lora_B_layout="expert_major"),
         "lora_B_layout must be one of rank_major, grouped_by_expert, got 'expert_major'",
     ),
-    "no rank": (lambda s, c: c.pop("r"), "r=None, lora_alpha=8 must be a rank"),
+    "no rank": (lambda s, c: c.pop("r"), "adapter_config.json: r must be an integer of at least 1, got None"),
+}
+WRONG_FIELDS: list[tuple[str, object, str]] = [
+    ("r", True, "an integer of at least 1"),
+    ("r", 4.0, "an integer of at least 1"),
+    ("lora_alpha", None, "a finite number"),
+    ("lora_alpha", math.nan, "a finite number"),
+    ("rank_pattern", [1], "a map of regular expressions to integers of at least 1"),
+    ("rank_pattern", {"q_proj": "4"}, "a map of regular expressions to integers of at least 1"),
+    ("rank_pattern", {"q_proj": 0}, "a map of regular expressions to integers of at least 1"),
+    ("alpha_pattern", {"[": 3}, "a map of regular expressions to finite numbers"),
+    ("alpha_pattern", {"q_proj": math.inf}, "a map of regular expressions to finite numbers"),
+    ("target_modules", 5, "a list of names or one regular expression"),
+    ("target_modules", ["q_proj", 5], "a list of names or one regular expression"),
+    ("target_modules", "*q_proj", "a list of names or one regular expression"),
+    ("target_parameters", "mlp.experts.down_proj", "a list of names"),
+    ("peft_version", 0.21, "a string"),
+]
+BROKEN |= {
+    f"{name}={value!r}": (
+        lambda s, c, name=name, value=value: c.update({name: value}),
+        re.escape(f"adapter_config.json: {name} must be {kind}, got {value!r}"),
+    )
+    for name, value, kind in WRONG_FIELDS
 }
 
 
@@ -107,11 +132,21 @@ def test_a_file_in_place_of_its_folder(tmp_path: Path) -> None:
         load_adapter(Toy(), tmp_path / "adapter_model.safetensors")
 
 
+def test_a_config_that_is_no_object(tmp_path: Path) -> None:
+    save_adapter(trained(Toy()), tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="adapter_config.json must hold a JSON object of LoRA settings, got list"):
+        load_adapter(Toy(), tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["adapter_config.json", "adapter_model.safetensors"])
 def test_missing_and_damaged_files(tmp_path: Path, kind: str) -> None:
     save_adapter(trained(Toy()), tmp_path)
     whole = (tmp_path / kind).read_bytes()
     (tmp_path / kind).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="holds a damaged adapter"):
+        load_adapter(Toy(), tmp_path)
+    (tmp_path / kind).write_bytes(b"\xff\xff")
     with pytest.raises(ValueError, match="holds a damaged adapter"):
         load_adapter(Toy(), tmp_path)
     (tmp_path / kind).unlink()

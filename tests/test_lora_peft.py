@@ -132,6 +132,29 @@ def test_the_2d_layout_gives_the_same_logits_in_stock_peft(tmp_path: Path) -> No
     torch.testing.assert_close(logits(packed), logits(PeftModel.from_pretrained(dense, tmp_path).eval()), **SAME)
 
 
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ("layers.0.self_attn.q_proj",),
+        ("layers.1.mlp.shared_expert.down_proj", "o_proj"),
+        ("layers.1.mlp.shared_expert.up_proj", "layers.0.mlp.experts.down_proj", "layers.0.self_attn.q_proj"),
+        ("layers.0.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"),
+    ],
+)
+def test_the_2d_layout_of_some_layers_alone(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    packed, dense = quantized_and_dense("qwen2_moe")
+    add_lora(packed, r=4, alpha=6, targets=targets)
+    randomize_adapters(packed)
+    export_adapter(packed, tmp_path, layout="2d")
+    again, _ = quantized_and_dense("qwen2_moe")
+    load_adapter(again, tmp_path)
+    written, read = adapter_state_dict(packed), adapter_state_dict(again)
+    assert written.keys() == read.keys() and all(torch.equal(written[key], read[key]) for key in written)
+    assert torch.equal(logits(again), logits(packed))
+    if targets == ("layers.0.self_attn.q_proj",):
+        torch.testing.assert_close(logits(packed), logits(load_with_stock_peft(dense, tmp_path)), **SAME)
+
+
 def test_what_the_2d_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
     packed, _ = quantized_and_dense("gpt_oss")
     with pytest.raises(ValueError, match="no adapters"):

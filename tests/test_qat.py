@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from torch_nvfp4 import NVFP4Experts, NVFP4Linear, convert_qat, prepare_qat
 from torch_nvfp4.checkpoint import open_checkpoint
@@ -134,6 +136,22 @@ def test_a_plain_checkpoint_loads_while_prepared_and_hooks_stay() -> None:
     assert "qat=nvfp4 weights" in repr(model) and isinstance(copy.deepcopy(model)[0].weight, nn.Parameter)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_torch_func(kind: str) -> None:
+    model, x = prepare_qat(small(), **KINDS[kind]), torch.randn(5, 64)
+    parameters = dict(model.named_parameters())
+
+    def loss(given: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, given, (x,)).square().sum()
+
+    loss(parameters, x).backward()
+    found = torch.func.grad(loss)(parameters, x)
+    of_each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x[:, None])
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(found[name], parameter.grad)
+        torch.testing.assert_close(of_each[name].sum(0), parameter.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_under_autocast_and_in_bf16() -> None:
     """Rounded from the weights as they are kept: fp32 under autocast, bf16 in a bf16 model."""
     x = torch.randn(4, 64)
@@ -164,10 +182,24 @@ def test_a_layer_in_two_places_is_packed_in_both() -> None:
     assert isinstance(model[0], NVFP4Linear) and model[0] is model[1]
 
 
+def old_weight_norm(linear: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and met
+        return nn.utils.weight_norm(linear)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "twice": (lambda: prepare_qat(prepare_qat(small())), r"^0 is prepared already; convert_qat comes next"),
     "nothing": (lambda: prepare_qat(nn.Sequential(nn.ReLU())), "nothing to prepare in Sequential"),
     "filtered": (lambda: prepare_qat(small(), modules=lambda path, module: False), "nothing to prepare"),
+    "weight_norm": (
+        lambda: prepare_qat(nn.Sequential(old_weight_norm(nn.Linear(32, 8)))),
+        "cannot prepare 0: its weight is computed from other parameters.*make it one .remove_weight_norm, prune",
+    ),
+    "pruned": (
+        lambda: prepare_qat(nn.Sequential(prune.l1_unstructured(nn.Linear(32, 8), "weight", 0.5))),
+        "cannot prepare 0: its weight is computed from other parameters.*or leave it out with `modules`",
+    ),
     "nothing to convert": (lambda: convert_qat(small()), "nothing to convert in Sequential: call prepare_qat first"),
     "width": (
         lambda: prepare_qat(nn.Sequential(nn.Linear(48, 8)), format="mxfp4"),

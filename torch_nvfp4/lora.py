@@ -33,6 +33,7 @@ from ._lora.sites import (
     replace_module,
 )
 from ._lora.stamp import KEY, heed, mark, stamp_of
+from ._lora.strict import is_finite_number, is_rank
 
 __all__ = [
     "LoRALinear",
@@ -82,13 +83,15 @@ def add_lora(
         "self_attn.q_proj"). A string is one target.
     dtype: of the factors; the forward pass casts them to the activations' dtype.
 
-    Raises ValueError, before anything is changed, for a rank below 1, a target that matches nothing, and a
-    model that has adapters already, PEFT's too, or is sharded by FSDP2.
+    Raises ValueError, before anything is changed, for a rank below 1, an alpha that is not finite, a target that
+    matches nothing, and a model that has adapters already, PEFT's too, or is sharded by FSDP2.
     """
     ranks = {"r": r, "expert_r": r if expert_r is None else expert_r}
     for name, rank in ranks.items():
-        if not isinstance(rank, int) or rank < 1:
+        if not is_rank(rank):
             raise ValueError(f"{name} must be an integer of at least 1, got {rank!r}")
+    if not is_finite_number(alpha):
+        raise ValueError(f"alpha must be a finite number, got {alpha!r}")
     refuse_peft(model)
     sites = list(iter_sites(model))
     adapted = [site.name for site in sites if site.factors is not None]

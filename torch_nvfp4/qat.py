@@ -35,9 +35,15 @@ class _StraightThrough(torch.autograd.Function):
     (The op's own gradient is 0 where |x| exceeds 2688 global scales, as it can by one rounding where x has the amax.)
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, global_scale: Tensor | None, format: str) -> Tensor:
+    def forward(x: Tensor, global_scale: Tensor | None, format: str) -> Tensor:
         return torch.ops.nvfp4.fake_quantize(x, global_scale, format=format)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Backward needs nothing; torch.func needs this method."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None, None]:
@@ -114,7 +120,8 @@ def prepare_qat(
 
     Parameters, their names, optimiser state, hooks and biases stay; what trains is the full-precision weight.
     ValueError, before anything changes, where there is nothing to prepare, and for a layer that is prepared already,
-    has a width that is no multiple of the block size, shares its weight, or is the base of an adapter.
+    has a width that is no multiple of the block size, shares its weight, computes it (weight_norm, pruning), or is the
+    base of an adapter.
 
     Experts of transformers' models: `torch_nvfp4.hf.prepare_qat`.
     """
@@ -191,6 +198,11 @@ def _check_linear(path: str, linear: nn.Linear, numbers: Numbers) -> None:
         raise ValueError("cannot prepare the model itself: it can be replaced only inside a parent")
     if path.rpartition(".")[2] == "base_layer":
         raise ValueError(f"cannot prepare {path}: it is the base of an adapter, which trains in its stead")
+    if "weight" not in linear._parameters:
+        raise ValueError(
+            f"cannot prepare {path}: its weight is computed from other parameters (weight_norm, pruning); make it one "
+            "(remove_weight_norm, prune.remove), or leave it out with `modules`"
+        )
     blocks = [get_format(numbers.format).block_size] * numbers.weights + [16] * numbers.activations
     if linear.in_features % max(blocks):
         raise ValueError(

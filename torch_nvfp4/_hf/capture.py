@@ -16,6 +16,8 @@ def install_capturing(model: nn.Module) -> None:
     trace. The hooks do nothing in a forward that asks for nothing, and then do not break the graph of a layer that is
     compiled by itself.
     """
+    if _stock_install is not None:
+        setattr(output_capturing, _INSTALL, _install)
     if not isinstance(output_capturing._active_collector, _Collector):
         output_capturing._active_collector = _Collector("output_collector")
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -28,6 +30,30 @@ def install_capturing(model: nn.Module) -> None:
 
 def _is_installed(module: PreTrainedModel) -> bool:
     return getattr(module, "_output_capturing_hooks_installed", False)
+
+
+# Its name is spelt so.
+_INSTALL = "install_output_capuring_hook"
+_stock_install: Any = getattr(output_capturing, _INSTALL, None)
+
+
+class _Hook:
+    """One of transformers' hooks, a closure, as an object that pickles: by what it is made of."""
+
+    def __init__(self, *made_of: Any) -> None:
+        module = nn.Module()
+        _stock_install(module, *made_of)
+        self._made_of, (self._run,) = made_of, module._forward_hooks.values()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._run(module, args, output)
+
+    def __reduce__(self) -> Any:
+        return _Hook, self._made_of
+
+
+def _install(module: nn.Module, *made_of: Any) -> None:
+    module.register_forward_hook(_Hook(*made_of))
 
 
 class _Collector(output_capturing.CompileableContextVar):

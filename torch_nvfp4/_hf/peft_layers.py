@@ -153,20 +153,37 @@ _PlainParamWrapper.__name__ = _PlainParamWrapper.__qualname__ = layer.ParamWrapp
 
 
 class Linear(_PackedBase, layer.Linear):
-    """A packed linear layer with adapters: one product for base and adapters, unless an adapter drops inputs out."""
+    """A packed linear layer with adapters: one product for base and adapters, unless an adapter drops inputs out.
+
+    Samples that name their adapters (`adapter_names`) have a product for each adapter.
+    """
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         base: Any = self.get_base_layer()
         return base.in_features, base.out_features
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._check_forward_args(x, *args, **kwargs)
-        if kwargs.get("adapter_names") is not None or any(
-            self._drops(name) for name in self._active() if name in self.lora_A
-        ):
-            return super().forward(x, *args, **kwargs)
-        parts = [LoRAFactors(*part) for part in self._pairs(self._active())]
-        return self.base_layer(x, lora=_joined(parts) if parts else None)
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
+        self._check_forward_args(x, *args, adapter_names=adapter_names, **kwargs)
+        names = [] if self.disable_adapters else adapter_names or self._active()
+        if any(self._drops(name) for name in names if name in self.lora_A):
+            if self.base_layer.merge_aware:
+                raise ValueError(
+                    "lora_dropout drops inputs of the adapter alone, and merge_aware computes with one weight for base "
+                    "and adapter: set lora_dropout=0, or set_numerics(model, merge_aware=False)"
+                )
+            return super().forward(x, *args, adapter_names=adapter_names, **kwargs)
+        if not adapter_names or self.disable_adapters:
+            return self._with(self._active(), x)
+        # One call for each adapter, and not one of the base and a sum: a merged weight is another for each.
+        samples = {name: [i for i, of in enumerate(adapter_names) if of == name] for name in adapter_names}
+        y = torch.cat([self._with([name], x[of_name]) for name, of_name in samples.items()])
+        order = [i for of_name in samples.values() for i in of_name]
+        return y[sorted(range(len(order)), key=order.__getitem__)]
+
+    def _with(self, names: Sequence[str], x: Tensor) -> Tensor:
+        parts = [LoRAFactors(*part) for part in self._pairs(names)]
+        y: Tensor = self.base_layer(x, lora=_joined(parts) if parts else None)
+        return y
 
     def _drops(self, name: str) -> bool:
         return self.training and isinstance(self.lora_dropout[name], nn.Dropout)

@@ -114,6 +114,10 @@ class FakeQuantizedExperts(FakeQuantized):
             weights[name] = values.mT if layout.transposed else values
         return weights
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled by the stock class: the class that mixes the two has no module where it could be found."""
+        return _new_prepared, (self.stock_class,), self.__dict__
+
     def put_packed(self, model: nn.Module, path: str) -> None:
         numbers, plan = self.numbers, dataclasses.replace(self.qat_plan, path=path)
         self.__class__ = self.stock_class
@@ -131,3 +135,9 @@ def _as_it_is(x: Tensor) -> Tensor:
 @functools.cache
 def _prepared_class(stock: Any) -> type[FakeQuantizedExperts]:
     return type(f"FakeQuantized{stock.__name__}", (FakeQuantizedExperts, stock), {"stock_class": stock})
+
+
+def _new_prepared(stock: Any) -> FakeQuantizedExperts:
+    """Without its attributes, which unpickling sets."""
+    prepared = _prepared_class(stock)
+    return prepared.__new__(prepared)

@@ -1,5 +1,7 @@
 """transformers' quantizer for checkpoints that are packed already: `from_pretrained` gives packed modules."""
 
+import functools
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .._lora.sharded import refuse_share
+from .._lora.sites import adapted_sites
 from ..checkpoint import open_checkpoint
 from ..nn import NVFP4Experts, NVFP4Linear
 from .capture import install_capturing
@@ -118,6 +121,38 @@ class PackedQuantizer(HfQuantizer):
         return True
 
 
+def _saving_what_was_packed_here(save: Callable[..., None]) -> Callable[..., None]:
+    """`save_pretrained` of a model that was packed after loading: for the time of the call it has the quantizer.
+
+    Not longer, because transformers treats a model that has one otherwise. Adapters of `add_lora` stay in the file, as
+    trainers save them to resume, and the quantizer would refuse.
+    """
+
+    @functools.wraps(save)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        packed = any(isinstance(module, NVFP4Experts | NVFP4Linear) for module in self.modules())
+        if not packed or getattr(self, "hf_quantizer", None) is not None:
+            return save(self, *args, **kwargs)
+        if adapted_sites(self):
+            warnings.warn(
+                "packed weights with adapters of add_lora are saved as this model's state_dict, which load_state_dict "
+                "reads and from_pretrained does not: save the adapters with save_adapter, and the base, without them, "
+                "with torch_nvfp4.hf.save_packed",
+                stacklevel=2,
+            )
+            return save(self, *args, **kwargs)
+        before = {name: value for name, value in vars(self.config).items() if name == "quantization_config"}
+        self.config.quantization_config = PackedConfig()
+        self.hf_quantizer = PackedQuantizer(self.config.quantization_config)
+        try:
+            return save(self, *args, **kwargs)
+        finally:
+            del self.hf_quantizer, self.config.quantization_config
+            vars(self.config).update(before)
+
+    return save_pretrained
+
+
 def _is_packed(declared: Mapping[str, Any]) -> bool:
     groups = (declared.get("config_groups") or {}).values()
     formats = [declared.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
@@ -160,3 +195,5 @@ def _choice(stock: Any, taken: Callable[[Mapping[str, Any]], bool]) -> type:
 
 
 pack_on_load("compressed-tensors")
+_stock: Any = PreTrainedModel
+_stock.save_pretrained = _saving_what_was_packed_here(PreTrainedModel.save_pretrained)

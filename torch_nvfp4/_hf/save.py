@@ -56,11 +56,12 @@ def state_dict_of(model: PreTrainedModel) -> dict[str, Tensor]:
     The model's config then declares what is written. Packed weights are copied, to the CPU: transformers would clone
     parts of one tensor where they are. UserWarning as `save_packed`.
     """
-    packed = find_packed(model, None, model.config.to_dict(), {})
+    rename = renaming(model)
+    packed = find_packed(model, None, model.config.to_dict(), _stock_forms(model, rename))
     tell_of_numerics(packed)
     state = packed.plain(model)
     quantization: Any = model.config.quantization_config
-    quantization.declared = declare_packed(packed, _declared(model), renaming(model)(state))
+    quantization.declared = declare_packed(packed, _declared(model), rename(state))
     quantization.outdated = False
     for path in packed.modules:
         state |= {name: tensor.to("cpu", copy=True) for name, tensor in packed.entries(path)}

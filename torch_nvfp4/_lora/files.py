@@ -49,8 +49,10 @@ def read_adapter(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         config = json.loads((directory / CONFIG).read_text())
         state = load_file(directory / WEIGHTS)
-    except (json.JSONDecodeError, safetensors.SafetensorError) as error:
+    except (ValueError, safetensors.SafetensorError) as error:  # no JSON, or no UTF-8
         raise ValueError(f"{directory} holds a damaged adapter: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{directory / CONFIG} must hold a JSON object of LoRA settings, got {type(config).__name__}")
     return state, config
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .sharded import to_shards, whole
 from .sites import LoRASpec, Site, adapted_sites, clean_path, iter_sites, saved_sites, stock_layout_of
 from .stamp import KEY
+from .strict import check_fields
 
 KEY_PREFIX = "base_model.model."
 
@@ -150,8 +151,7 @@ def config_of(model: nn.Module) -> PeftConfig:
     r = Counter(spec.r for spec in leading).most_common(1)[0][0]
     alpha = Counter(spec.alpha for spec in leading).most_common(1)[0][0]
     names = _target_names(sites)
-    everything = [clean_path(name) for name, _ in (*model.named_modules(), *model.named_parameters())]
-    everything += [name for site in sites for name in (site.name, f"{site.name}.weight")]
+    everything = all_names(model)
     modules = [names[site] for site in adapted if names[site] == site.name and not site.is_experts]
     parameters = [names[site] for site in adapted if names[site] not in modules]
     return PeftConfig(
@@ -160,9 +160,15 @@ def config_of(model: nn.Module) -> PeftConfig:
         use_rslora=rslora,
         rank_pattern=_patterns({names[site]: spec.r for site, spec in specs.items()}, r),
         alpha_pattern=_patterns({names[site]: spec.alpha for site, spec in specs.items()}, alpha),
-        target_modules=_suffixes(modules, everything),
-        target_parameters=_suffixes(parameters, everything, after_layer_index=True),
+        target_modules=suffixes(modules, everything),
+        target_parameters=suffixes(parameters, everything, after_layer_index=True),
     )
+
+
+def all_names(model: nn.Module) -> list[str]:
+    """What a target could match: modules and parameters, here and in the stock model."""
+    names = [clean_path(name) for name, _ in (*model.named_modules(), *model.named_parameters())]
+    return names + [name for site in iter_sites(model) for name in (site.name, f"{site.name}.weight")]
 
 
 def _target_names(sites: Sequence[Site]) -> dict[Site, str]:
@@ -181,11 +187,11 @@ def _patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
     for value in sorted(set(values.values()) - {default}):
         names = [name for name, v in values.items() if v == value]
         others = [name for name, v in values.items() if v != value]
-        patterns |= {suffix: value for suffix in _suffixes(names, others, after_layer_index=True)}
+        patterns |= {suffix: value for suffix in suffixes(names, others, after_layer_index=True)}
     return patterns
 
 
-def _suffixes(names: Sequence[str], everything: Iterable[str], *, after_layer_index: bool = False) -> list[str]:
+def suffixes(names: Sequence[str], everything: Iterable[str], *, after_layer_index: bool = False) -> list[str]:
     """Dotted suffixes that match all of `names` and nothing else of `everything`, as short as can be.
 
     `after_layer_index`: never shorter than what follows the last number, as in "mlp.experts.down_proj".
@@ -272,7 +278,7 @@ def _is_grouped(data: Mapping[str, Any], told: BLayout | None) -> bool:
 
 
 def config_from_json(data: Mapping[str, Any], lora_b_layout: BLayout | None = None) -> PeftConfig:
-    """Read adapter_config.json's content; ValueError names a field that this library cannot honour."""
+    """Read adapter_config.json's content; ValueError names a field that is wrong, or that cannot be honoured here."""
     if data.get("peft_type") != "LORA":
         raise ValueError(f"adapter_config.json: peft_type is {data.get('peft_type')!r}, only 'LORA' is supported")
     chosen = (f"{name}={data[name]!r}" for name, unused in _CHOOSES.items() if data.get(name) not in unused)
@@ -280,15 +286,13 @@ def config_from_json(data: Mapping[str, Any], lora_b_layout: BLayout | None = No
     if option:
         hint = _DROPOUT_HINT if option.startswith("lora_dropout") else ""
         raise ValueError(f"adapter_config.json: {option} is not supported{hint}")
-    r, alpha = data.get("r"), data.get("lora_alpha")
-    if not isinstance(r, int) or r < 1 or not isinstance(alpha, int | float):
-        raise ValueError(f"adapter_config.json: r={r!r}, lora_alpha={alpha!r} must be a rank (1 or more) and a number")
+    check_fields(data)
     modules = data.get("target_modules") or ()
     if modules == "all-linear":
         raise ValueError("adapter_config.json: target_modules='all-linear' is not supported, name the layers")
     return PeftConfig(
-        r=r,
-        lora_alpha=alpha,
+        r=data["r"],
+        lora_alpha=data["lora_alpha"],
         use_rslora=bool(data.get("use_rslora")),
         rank_pattern=data.get("rank_pattern") or {},
         alpha_pattern=data.get("alpha_pattern") or {},

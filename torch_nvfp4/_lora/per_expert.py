@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import stacked
-from .peft import KEY_PREFIX, TAKEN_FOR_EXPERTS, PeftConfig, is_interleaved, keys_of
+from .peft import KEY_PREFIX, TAKEN_FOR_EXPERTS, PeftConfig, all_names, is_interleaved, keys_of, suffixes
 from .sharded import to_shards, whole
 from .sites import LoRASpec, Site, adapted_sites, saved_sites
 from .strict import check_keys, check_tensor
@@ -64,7 +64,9 @@ def per_expert_config(model: nn.Module) -> PeftConfig:
         raise ValueError(f"this layout needs adapters of one rank and one alpha, the model has {len(specs)} kinds")
     (spec,) = specs
     assert spec is not None
-    names = {role for site in sites for role in (_roles(site) if site.is_experts else (site.name.rpartition(".")[2],))}
+    names = {role for site in sites if site.is_experts for role in _roles(site)}
+    linears = [site.name for site in sites if not site.is_experts]
+    names |= set(suffixes(linears, all_names(model)))  # of some layers alone, where the others have none
     return PeftConfig(
         r=spec.r, lora_alpha=spec.alpha, use_rslora=spec.rslora, rank_pattern={}, alpha_pattern={},
         target_modules=sorted(names), target_parameters=[],
