@@ -1,4 +1,4 @@
-"""Derivatives, first order only: which ops have one, what each saves, and a refusal in words for all the others.
+"""Derivatives: which ops have one, what each saves, and a refusal in words for all the others.
 
 The layer's backward is one formula over the same small ops that its forward uses, so a compiled graph shows them all.
 Routing is never differentiated; the gradient of the combine is a gather that the down projection's dgrad does itself;
@@ -6,20 +6,18 @@ and on the M-row side only the pre-activation, the routing and the `[M, R]` resu
 Nothing is saved or computed for a gradient that nobody asked for.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
 from ..format import saturation_mask
+from .first_order import FirstOrderFunction, Refusal, SingleLevelFunction, next_level, wants_grad
 from .routing import combine, invert_rows
 
 _OPS = torch.ops.nvfp4
-_FIRST_ORDER_ONLY = "has a first derivative only, but a gradient through its gradient was asked for"
 
 
 @dataclass(frozen=True)
@@ -119,75 +117,6 @@ def glu_linear_backward(
     return grads, None if before is None else v_before
 
 
-class _Function(_SingleLevelFunction):
-    """An autograd Function of one level: functorch's layering is over when an op's Autograd kernel runs."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        if not torch._C._are_functorch_transforms_active():
-            return super().apply(*args)  # type: ignore[misc]
-        allowed = torch._C._functorch.get_single_level_autograd_function_allowed()
-        torch._C._functorch.set_single_level_autograd_function_allowed(True)
-        try:
-            return super().apply(*args)  # type: ignore[misc]
-        finally:
-            torch._C._functorch.set_single_level_autograd_function_allowed(allowed)
-
-    @staticmethod
-    def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
-        return (ctx._autograd_function_id,)  # as torch.autograd.Function has it, for compiled autograd
-
-
-class FirstOrderFunction(_Function):
-    """A Function whose gradients refuse to be differentiated again, in words."""
-
-    @classmethod
-    def grads(cls, compute: Callable[[], Sequence[Tensor | None]], op: str) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return tuple(compute())
-        with torch.no_grad():
-            grads = compute()
-        message = f"nvfp4::{op} {_FIRST_ORDER_ONLY}"
-        return tuple(None if g is None else _Refusal.attach(message, g) for g in grads)
-
-
-class _Refusal(_Function):
-    """Identity whose derivative is an error: put on what has no derivative, so that only using it fails."""
-
-    @classmethod
-    def attach(cls, message: str, x: Tensor) -> Tensor:
-        # A leaf of its own makes the result require a gradient; functorch forbids requires_grad_() on x.
-        return cls.apply(message, x, torch.zeros((), requires_grad=True, device=x.device))
-
-    @staticmethod
-    def forward(ctx: Any, message: str, x: Tensor, leaf: Tensor) -> Tensor:
-        ctx.message = message
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        raise RuntimeError(ctx.message)
-
-
-def wants_grad(op: str, tensors: Sequence[Tensor | None]) -> bool:
-    """Whether any of them asks for a gradient, of first order and in reverse mode: all else is refused in words."""
-    given = [t for t in tensors if t is not None]
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in given):
-        raise NotImplementedError(f"nvfp4::{op} has no forward-mode derivative; use reverse mode")
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
-        return False
-    if torch._C._are_functorch_transforms_active() and _nested_gradients() > 1:
-        # Functorch would run the outer level below our kernels and give zeros.
-        raise RuntimeError(f"nvfp4::{op} {_FIRST_ORDER_ONLY}")
-    return True
-
-
-def _nested_gradients() -> int:
-    """How many of functorch's gradient transforms are under way, one inside the other."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return sum(level.key() == torch._C._functorch.TransformType.Grad for level in stack)
-
-
 def _below_autograd(op: str) -> Callable[..., Any]:
     overload = getattr(_OPS, op).default
 
@@ -203,10 +132,11 @@ class _GroupedLoraLinear(FirstOrderFunction):
     def forward(ctx: Any, scaling: float, options: dict[str, Any], x: Tensor, rows: Tensor | None, offsets: Tensor,
                 codes: Tensor, scales: Tensor, global_scale: Tensor, lora_a: Tensor | None, lora_b: Tensor | None,
                 bias: Tensor | None, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, u = _below_autograd("grouped_lora_linear")(
-            x, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias,
-            scaling=scaling, **options, input_scale=input_scale,
-        )  # fmt: skip
+        with next_level():
+            y, u = _OPS.grouped_lora_linear(
+                x, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias,
+                scaling=scaling, **options, input_scale=input_scale,
+            )  # fmt: skip
         _, _, need_x, *_, need_a, need_b, need_bias, _ = ctx.needs_input_grad
         ctx.needs = Needs(need_x, need_a, need_b, need_bias)
         ctx.options = scaling, options
@@ -215,6 +145,8 @@ class _GroupedLoraLinear(FirstOrderFunction):
             x if need_a else None, rows, offsets, *((codes, scales, global_scale) if through else (None,) * 3),
             lora_a, lora_b, bias, u if need_b else None,
         )  # fmt: skip
+        if need_b and not need_a:
+            FirstOrderFunction.hide(ctx, "grouped_lora_linear", x)  # behind u
         ctx.mark_non_differentiable(u)
         ctx.set_materialize_grads(False)
         return y, u
@@ -225,7 +157,7 @@ class _GroupedLoraLinear(FirstOrderFunction):
             return (None,) * 12
         (scaling, options), needs = ctx.options, ctx.needs
         top_k = options["top_k"]
-        x, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias, u = ctx.saved_tensors
+        x, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias, u = saved = ctx.saved_tensors
 
         def compute() -> tuple[Tensor | None, ...]:
             p = Projection(codes, scales, global_scale, lora_a, lora_b, bias, scaling, options["merge_aware"])
@@ -233,7 +165,7 @@ class _GroupedLoraLinear(FirstOrderFunction):
             gx = None if g.input is None else _to_tokens(g.input, rows, offsets, top_k)
             return gx, g.lora_a, g.lora_b, g.bias
 
-        gx, ga, gb, gbias = FirstOrderFunction.grads(compute, "grouped_lora_linear")
+        gx, ga, gb, gbias = FirstOrderFunction.grads(ctx, "grouped_lora_linear", compute, gy, saved)
         return None, None, gx, None, None, None, None, None, ga, gb, gbias, None
 
 
@@ -251,10 +183,11 @@ class _GluGroupedLoraLinear(FirstOrderFunction):
                 topk_weights: Tensor, rows: Tensor, offsets: Tensor, codes: Tensor, scales: Tensor,
                 global_scale: Tensor, lora_a: Tensor | None, lora_b: Tensor | None,
                 bias: Tensor | None, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, u = _below_autograd("glu_grouped_lora_linear")(
-            pre, topk_weights, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias,
-            scaling=scaling, **activation, **numbers, input_scale=input_scale,
-        )  # fmt: skip
+        with next_level():
+            y, u = _OPS.glu_grouped_lora_linear(
+                pre, topk_weights, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias,
+                scaling=scaling, **activation, **numbers, input_scale=input_scale,
+            )  # fmt: skip
         _, _, _, need_pre, need_w, *_, need_a, need_b, need_bias, _ = ctx.needs_input_grad
         ctx.needs = Needs(need_pre, need_a, need_b, need_bias, need_w)
         ctx.options = scaling, activation, numbers["merge_aware"]
@@ -263,6 +196,8 @@ class _GluGroupedLoraLinear(FirstOrderFunction):
             pre if through else None, topk_weights, rows, offsets,
             *((codes, scales, global_scale) if through else (None,) * 3), lora_a, lora_b, bias, u if need_b else None,
         )  # fmt: skip
+        if need_b and not through:
+            FirstOrderFunction.hide(ctx, "glu_grouped_lora_linear", pre)  # behind u
         ctx.mark_non_differentiable(u)
         ctx.set_materialize_grads(False)
         return y, u
@@ -272,7 +207,9 @@ class _GluGroupedLoraLinear(FirstOrderFunction):
         if gy is None:
             return (None,) * 14
         (scaling, activation, merge_aware), needs = ctx.options, ctx.needs
-        pre, topk_weights, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias, u = ctx.saved_tensors
+        pre, topk_weights, rows, offsets, codes, scales, global_scale, lora_a, lora_b, bias, u = saved = (
+            ctx.saved_tensors
+        )
 
         def compute() -> tuple[Tensor | None, ...]:
             p = Projection(codes, scales, global_scale, lora_a, lora_b, bias, scaling, merge_aware)
@@ -282,7 +219,7 @@ class _GluGroupedLoraLinear(FirstOrderFunction):
                 gpre = _to_tokens(gpre, None, offsets, 1)
             return gpre, g.topk_weights, g.lora_a, g.lora_b, g.bias
 
-        gpre, gw, ga, gb, gbias = FirstOrderFunction.grads(compute, "glu_grouped_lora_linear")
+        gpre, gw, ga, gb, gbias = FirstOrderFunction.grads(ctx, "glu_grouped_lora_linear", compute, gy, saved)
         return None, None, None, gpre, gw, None, None, None, None, None, ga, gb, gbias, None
 
 
@@ -315,28 +252,28 @@ def glu_grouped_lora_linear(
     )
 
 
-class _FakeQuantize(FirstOrderFunction):
-    """Straight-through: gradient 1, and 0 where |x| exceeds the format's largest value (see docs/format.md)."""
+class _FakeQuantize(SingleLevelFunction):
+    """Straight-through: gradient 1, and 0 where |x| exceeds the format's largest value (see docs/format.md).
+
+    That is constant in x but for the jumps of the mask, so its own derivative towards x is a true 0; and it is plain
+    torch in the incoming gradient. So unlike the layer's it can be differentiated again, as often as one likes.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, global_scale: Tensor | None, format: str) -> Tensor:
         ctx.format = format
         # Only a given global scale can make a value exceed the largest one, so otherwise there is nothing to mask.
         ctx.save_for_backward(*(() if global_scale is None else (x, global_scale)))
-        return _below_autograd("fake_quantize")(x, global_scale, format=format)
+        with next_level():
+            return _OPS.fake_quantize(x, global_scale, format=format)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         saved = ctx.saved_tensors  # read once, which is all that activation checkpointing allows
-
-        def compute() -> tuple[Tensor]:
-            if not saved:
-                return (grad.clone(),)
-            x, global_scale = saved
-            return (torch.where(saturation_mask(x, global_scale, ctx.format), 0, grad),)
-
-        (gx,) = FirstOrderFunction.grads(compute, "fake_quantize")
-        return gx, None, None
+        if not saved:
+            return grad.clone(), None, None
+        x, global_scale = saved
+        return torch.where(saturation_mask(x, global_scale, ctx.format), 0, grad), None, None
 
 
 def fake_quantize(x: Tensor, global_scale: Tensor | None = None, *, format: str = "nvfp4") -> Tensor:
@@ -349,13 +286,15 @@ def without_derivative(op: str) -> Callable[..., Any]:
     """An Autograd kernel for an op that has none: its floating results raise in words where a gradient is asked for."""
     run = _below_autograd(op)
 
-    def refuse(result: Tensor) -> Tensor:
-        return _Refusal.attach(f"nvfp4::{op} has no derivative", result)
-
     def kernel(*args: Any, **kwargs: Any) -> Any:
         results = run(*args, **kwargs)
-        if not wants_grad(op, [a for a in args if isinstance(a, Tensor)]):
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if not wants_grad(op, tensors):
             return results
+
+        def refuse(result: Tensor) -> Tensor:
+            return Refusal.apply(f"nvfp4::{op} has no derivative", result, *tensors)
+
         return refuse(results) if isinstance(results, Tensor) else tuple(map(refuse, results))
 
     return kernel

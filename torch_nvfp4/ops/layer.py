@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import FirstOrderFunction, Needs, Projection, glu_linear_backward, linear_backward, wants_grad
+from .autograd import Needs, Projection, glu_linear_backward, linear_backward
 from .direct import small_ops
+from .first_order import FirstOrderFunction, next_level, wants_grad
 from .routing import combine
 
 
@@ -131,7 +132,7 @@ class _Layer(FirstOrderFunction):
     @staticmethod
     def forward(ctx: Any, options: LayerOptions, *tensors: Any) -> Tensor:
         t = LayerTensors(*tensors)
-        with torch._C._AutoDispatchBelowAutograd():
+        with next_level():
             result = forward(t, options)
         ctx.options = options
         ctx.needs = LayerNeeds.of(ctx.needs_input_grad[1:])
@@ -139,15 +140,18 @@ class _Layer(FirstOrderFunction):
         saved = ctx.needs.saved(t, result)
         ctx.names = tuple(saved)
         ctx.save_for_backward(*saved.values())
+        if saved["x"] is None:
+            FirstOrderFunction.hide(ctx, "moe_lora", t.x)  # behind pre and u
         return result.out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        grads = FirstOrderFunction.grads(
-            lambda: _backward(grad_out.to(ctx.x_dtype), saved, ctx.options, ctx.needs), "moe_lora"
-        )
-        gx, gw, *lora_and_bias = grads
+
+        def compute() -> tuple[Tensor | None, ...]:
+            return _backward(grad_out.to(ctx.x_dtype), saved, ctx.options, ctx.needs)
+
+        gx, gw, *lora_and_bias = FirstOrderFunction.grads(ctx, "moe_lora", compute, grad_out, tuple(saved.values()))
         return None, gx, None, gw, *(None,) * 6, *lora_and_bias, None, None
 
 
