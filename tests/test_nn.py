@@ -55,6 +55,13 @@ def fill_lora(module: nn.Module) -> None:
                 parameter.copy_(normal(*parameter.shape, seed=4) * 0.1)
 
 
+def zeroed(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    return module
+
+
 def packed(module: nn.Module) -> dict[str, Tensor]:
     parts = ("codes", "scales", "global_scale")
     return {name: p.detach().clone() for name, p in module.named_parameters() if name.endswith(parts)}
@@ -106,10 +113,7 @@ def test_state_dict_round_trip(make: type, format: str, tmp_path: Path) -> None:
     wanted = call(module)
     save_file(module.state_dict(), tmp_path / "state.safetensors")
     for state in (module.state_dict(), load_file(tmp_path / "state.safetensors")):
-        fresh = make(format)
-        with torch.no_grad():
-            for p in fresh.parameters():
-                p.zero_()
+        fresh = zeroed(make(format))
         fresh.load_state_dict(state, strict=True)
         assert_packed_is(fresh, packed(module))
         assert torch.equal(call(fresh), wanted)
@@ -143,10 +147,7 @@ def test_a_state_dict_may_have_the_dtypes_that_the_bits_stand_for(make: type, fo
         for kind, dtype in meaning.items():
             if name.endswith(f"_{kind}"):
                 state[name] = state[name].view(dtype)
-    fresh = make(format)
-    with torch.no_grad():
-        for p in fresh.parameters():
-            p.zero_()
+    fresh = zeroed(make(format))
     fresh.load_state_dict(state, assign=assign)
     assert_packed_is(fresh, packed(module))
     assert torch.equal(call(fresh), call(module))
