@@ -142,6 +142,17 @@ def test_local_files_come_before_the_hub(command: Command, monkeypatch: pytest.M
     assert not command.output.exists()
 
 
+def test_a_text_is_read_once(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe has nothing the second time."""
+    read: list[Path] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: [read.append(path), read_bytes(path)][1])
+    short = command.output.parent / "short.txt"
+    short.write_text("the")
+    assert "too short" in command.fails(text=short)
+    assert read.count(short) == 1
+
+
 def test_without_what_the_end_of_a_run_needs(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_nvfp4.train.loop.load_model", lambda *a: pytest.fail("the model was loaded"))
     with monkeypatch.context() as without:

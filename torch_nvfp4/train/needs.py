@@ -6,16 +6,16 @@ from importlib.util import find_spec
 
 from torch_nvfp4.train.config import FinetuneConfig, FinetuneError, flag
 from torch_nvfp4.train.config_file import load_yaml
-from torch_nvfp4.train.sources import read_text
+from torch_nvfp4.train.sources import check_file
 
 
 def check_needs(config: FinetuneConfig) -> None:
-    """Raise FinetuneError for a file that cannot be read, and for a package that is missed when the run is over."""
+    """Raise FinetuneError for a file that is not there, and for a package that is missed when the run is over."""
     for name in ("text", "eval_text"):
         for path in getattr(config, name):
-            read_text(path, flag(name))
+            check_file(path, flag(name))
     if config.chat_template is not None:
-        read_text(config.chat_template, flag("chat_template"))
+        check_file(config.chat_template, flag("chat_template"))
     load_yaml()  # for config.yaml
     if config.plot and find_spec("matplotlib") is None:
         raise FinetuneError(

@@ -49,14 +49,19 @@ def read_sources(files: Sequence[Path], datasets: Sequence[str]) -> Sources:
     return Sources(tuple(documents), tuple(records))
 
 
-def read_text(path: Path, option: str = "--text") -> str:
-    """A UTF-8 file's text. Raises FinetuneError, naming the option, if it is missing, not UTF-8 or empty."""
+def check_file(path: Path, option: str = "--text") -> None:
+    """Raise FinetuneError, naming the option, if there is no such file. Reads nothing: a pipe gives its text once."""
     if path.is_dir():
         raise FinetuneError(f"{path} is a folder: give {option} FILE, once per file")
+    if not path.exists():
+        raise FinetuneError(f"{path} does not exist: check the path given to {option}")
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file's text. Raises FinetuneError if it is missing, not UTF-8 or empty."""
+    check_file(path)
     try:
         text = path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise FinetuneError(f"{path} does not exist: check the path given to {option}") from None
     except UnicodeDecodeError as e:
         raise FinetuneError(
             f"{path} is not UTF-8 (byte 0x{e.object[e.start]:02x} at offset {e.start}): convert it, "
