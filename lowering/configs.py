@@ -206,7 +206,7 @@ class ShrinkConfig:
 
 SHRINK = ShrinkConfig(64, 128, 3, False)
 SHRINK_MANY = ShrinkConfig(128, 128, 2, True)
-"""Reads a factor half as often; with less than a dozen such tiles a processor, the last ones leave the card idle."""
+"""Reads a factor half as often. Timed: ahead at 262,144 rows, behind at 65,536, where few tiles leave the card idle."""
 SHRINK_MANY_ROWS, SHRINK_MANY_RANKS = 1 << 17, 16
 SHRINK_RANKS = 64
 SHRINK_ROW_RANKS, SHRINK_ROW_COLUMNS = 4, 2048
